@@ -1,0 +1,29 @@
+"""The few controls that every instrument shares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import ipywidgets as widgets
+
+RADIO_STYLE = """<style>
+.z2e-radio .widget-radio-box { width: 100%; max-width: 44em; margin: 0; }
+.z2e-radio .widget-radio-box label { height: auto; line-height: 1.4; padding: 3px 0; white-space: normal; }
+.z2e-radio .widget-radio-box input { margin-top: 3px; }
+.z2e button:focus-visible, .z2e-radio input:focus-visible { outline: 2px solid var(--jp-brand-color1, #1976d2); }
+</style>"""
+
+
+def radio(options: Sequence[str], description: str) -> widgets.RadioButtons:
+    """Radio buttons below one another with nothing chosen yet; long options wrap."""
+    control = widgets.RadioButtons(options=list(options), index=None, tooltip=description,
+                                   layout=widgets.Layout(width="auto", max_width="100%"))
+    control.add_class("z2e-radio")
+    return control
+
+
+def button(label: str, tooltip: str, on_click: Callable[[], None], primary: bool = False) -> widgets.Button:
+    control = widgets.Button(description=label, tooltip=tooltip, button_style="primary" if primary else "",
+                             layout=widgets.Layout(width="auto", min_width="5.5em"))
+    control.on_click(lambda _: on_click())
+    return control
