@@ -6,11 +6,15 @@ from collections.abc import Callable, Sequence
 
 import ipywidgets as widgets
 
-RADIO_STYLE = """<style>
+FOCUS_STYLE = """<style>
+.z2e button:focus-visible, .z2e input:focus-visible, .z2e textarea:focus-visible, .z2e .noUi-handle:focus-visible {
+  outline: 2px solid var(--jp-brand-color1, #1976d2); outline-offset: 1px; }
+.z2e .widget-html-content { line-height: 1.5; }
+</style>"""
+RADIO_STYLE = FOCUS_STYLE + """<style>
 .z2e-radio .widget-radio-box { width: 100%; max-width: 44em; margin: 0; }
 .z2e-radio .widget-radio-box label { height: auto; line-height: 1.4; padding: 3px 0; white-space: normal; }
 .z2e-radio .widget-radio-box input { margin-top: 3px; }
-.z2e button:focus-visible, .z2e-radio input:focus-visible { outline: 2px solid var(--jp-brand-color1, #1976d2); }
 </style>"""
 
 
