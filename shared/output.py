@@ -1,0 +1,163 @@
+"""What a caller gets back: text that is never taken back, tokens, reasons, times. Pure Python."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from shared.request import Request, RequestTimes
+
+if TYPE_CHECKING:
+    from shared.sampling import Logprob
+
+
+class Detokenizer(Protocol):
+    def push(self, token_id: int) -> str:
+        """Text that this token makes final."""
+
+    def flush(self) -> str:
+        """What was still held when the tokens ended."""
+
+
+class OutputText:
+    """The text of one request. A stop string ends it, wherever the borders between tokens fall."""
+
+    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str] = (), include_stop: bool = False):
+        self.detokenizer, self.stop, self.include_stop = detokenizer, stop, include_stop
+        self.text = ""  # may be shown: no stop string can begin in it any more
+        self._held = ""  # might be the beginning of a stop string
+
+    def push(self, token_id: int, check_stop: bool = True) -> str | None:
+        """Add a token; returns the stop string that it completes, if any."""
+        self._held += self.detokenizer.push(token_id)
+        return self._search(check_stop)
+
+    def finish(self, check_stop: bool = True) -> str | None:
+        """No more tokens: release what was held, unless the last characters complete a stop string."""
+        self._held += self.detokenizer.flush()
+        stop = self._search(check_stop)
+        self.release()
+        return stop
+
+    def release(self) -> None:
+        """Show what was held back; used when a request ends without its stop string."""
+        self.text, self._held = self.text + self._held, ""
+
+    def _search(self, check_stop: bool) -> str | None:
+        found = first_stop(self._held, self.stop) if check_stop else None
+        if found is None:
+            keep = held_length(self._held, self.stop)
+            cut = len(self._held) - keep
+            self.text, self._held = self.text + self._held[:cut], self._held[cut:]
+            return None
+        start, stop = found
+        self.text += self._held[: start + len(stop) if self.include_stop else start]
+        self._held = ""
+        return stop
+
+
+def first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
+    """The stop string that is complete first, reading from the left, and where it starts."""
+    found = [(text.find(stop), stop) for stop in stops if stop in text]
+    return min(found, key=lambda hit: (hit[0] + len(hit[1]), hit[0]), default=None)
+
+
+def held_length(text: str, stops: Sequence[str]) -> int:
+    """Length of the longest end of text that a stop string could begin with."""
+    longest = min(len(text), max((len(stop) - 1 for stop in stops), default=0))
+    tails = (text[-size:] for size in range(longest, 0, -1))
+    return next((len(tail) for tail in tails if any(stop.startswith(tail) for stop in stops)), 0)
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One answer. `text` is everything so far, `new_text` what this step added to it."""
+
+    index: int
+    text: str
+    new_text: str
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]] | None
+    finish_reason: str | None  # stop, length, abort or error; None while it runs
+    stop_reason: int | str | None
+    error: str | None = None
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Sum of the chosen tokens' logprobs."""
+        if self.logprobs is None:
+            return None
+        return sum(row[token].logprob for row, token in zip(self.logprobs, self.token_ids))
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """The state of one prompt's answers (n of them) after a step; final once `finished`."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int
+    metrics: list[RequestTimes]  # one for each answer
+
+
+@dataclass
+class Answer:
+    """One of the n requests of a prompt, with its growing text."""
+
+    request: Request
+    text: OutputText
+    group: RequestGroup
+    num_shown: int = 0  # characters already reported as new_text
+    error: str | None = None
+
+    def add_token(self, token_id: int) -> str | None:
+        """Returns the finish reason, if the token, the length or a stop string ends the answer."""
+        request, params = self.request, self.request.sampling_params
+        reason = request.append(token_id)
+        check_stop = len(request.output_token_ids) >= params.min_tokens
+        if reason == "stop" and not params.include_stop_str_in_output:
+            stop = None  # the end token is in token_ids, but not in the text
+        else:
+            stop = self.text.push(token_id, check_stop)
+        if reason and stop is None:
+            stop = self.text.finish(check_stop)
+        if stop is None:
+            return reason
+        request.stop_reason = stop
+        return "stop"
+
+    def completion(self, index: int) -> CompletionOutput:
+        request, start = self.request, self.num_shown
+        self.num_shown = len(self.text.text)
+        return CompletionOutput(
+            index, self.text.text, self.text.text[start:], list(request.output_token_ids),
+            None if request.sampling_params.logprobs is None else list(request.logprobs),
+            request.finish_reason, request.stop_reason, self.error,
+        )
+
+
+@dataclass
+class RequestGroup:
+    """A caller's request: one prompt, n answers."""
+
+    request_id: str
+    prompt: str | None
+    answers: list[Answer] = field(default_factory=list)
+
+    @property
+    def finished(self) -> bool:
+        return all(answer.request.finished for answer in self.answers)
+
+    def output(self) -> RequestOutput:
+        requests = [answer.request for answer in self.answers]
+        first = requests[0]
+        return RequestOutput(
+            self.request_id, self.prompt, first.prompt_token_ids,
+            None if first.sampling_params.prompt_logprobs is None else list(first.prompt_logprobs),
+            [answer.completion(i) for i, answer in enumerate(self.answers)],
+            self.finished, first.num_cached_tokens, [request.times for request in requests],
+        )
