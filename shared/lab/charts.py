@@ -1,4 +1,9 @@
-"""One look for every chart, and small png files: `figure, axes = chart(); ...; show(png=to_png(figure), text=...)`."""
+"""One look for every chart, and small png files.
+
+    figure, axes = chart()
+    axes.plot(steps, positions)
+    show(png=to_png(figure), text="Positions computed against tokens generated.")
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,7 @@ SHADES = (ACCENT, INK, "#6b9bd1", PALE)
 
 
 def chart(width: float = 7, height: float = 3.4, columns: int = 1, rows: int = 1):
-    """A figure and its axes (an array of them for several) in the course's style; no pyplot, nothing to close.
+    """A figure and its axes (an array of them for several) in the course's style, without pyplot.
 
     Line number i comes with its own marker, dash and shade, so that no chart depends on colour alone.
     """

@@ -27,8 +27,8 @@ class Score:
 class Check:
     """`judge` gets the reader's function and calls it through `expect` and `call`.
 
-    It returns None for a pass or a `Score` for a pass with a cost; it returns words or raises `Wrong` for the first
-    wrong case. A `NotImplementedError` from the reader's function means that the exercise is not attempted.
+    It returns None for a pass or a `Score` for a pass with a cost; it returns words or raises `Wrong`
+    for the first wrong case. A `NotImplementedError` from the reader's function means: not attempted.
     """
 
     judge: Callable[[Any], Score | str | None]
@@ -77,7 +77,7 @@ def find_check(exercise: str) -> Check:
 
 
 def check(exercise: str, fn: Any) -> None:
-    """Judge the reader's function and print one line: `check("04.1", count_positions)`. A pass is recorded."""
+    """Judge the reader's function and print one line: `check("04.1", my_function)`. A pass is recorded."""
     verdict = judge(exercise, fn)
     print(verdict)
     if verdict.passed and not record_pass(exercise, verdict.score.value if verdict.score else None):

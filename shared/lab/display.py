@@ -11,8 +11,8 @@ def show(widget=None, html: str | None = None, png: bytes | None = None,
          text: str = "Interactive figure.", alt: str | None = None) -> None:
     """Display one bundle: `widget` where there is a kernel, `html` or `png` everywhere else.
 
-    `widget` is an ipywidgets widget or anything with a `.widget` (a Stepper, an Explorer). `text` is one fixed
-    sentence for terminals and screen readers; `alt` describes a picture (default: `text`).
+    `widget` is an ipywidgets widget or anything with a `.widget` (a Stepper, an Explorer). `text` is one
+    fixed sentence for terminals and screen readers; `alt` describes a picture (default: `text`).
     """
     bundle: dict[str, object] = {}
     if widget is not None:

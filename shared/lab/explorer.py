@@ -8,7 +8,7 @@ from typing import Any
 import ipywidgets as widgets
 
 from shared.lab.display import show
-from shared.lab.form import Choice, Field, Form, Slider, Switch
+from shared.lab.form import Choice, Field, Form, Slider, Switch, explain
 from shared.lab.markup import Html, panel, strong
 from shared.lab.widgets import FOCUS_STYLE
 
@@ -16,8 +16,8 @@ from shared.lab.widgets import FOCUS_STYLE
 class Explorer:
     """Controls above a figure: `render(inputs)` gives HTML for the parsed fields by name.
 
-    A ValueError from a parser or from `render` is shown beside the fields and the last good figure stays. Tests use
-    `.fields["name"].value = ...` and `.frame.value`.
+    A ValueError from a parser or from `render` is shown beside the fields and the last good figure stays.
+    Tests use `.fields["name"].value = ...` and `.frame.value`.
     """
 
     def __init__(self, render: Callable[[dict[str, Any]], str],
@@ -34,8 +34,7 @@ class Explorer:
         try:
             drawn = self.render(self.fields.values())
         except Exception as wrong:
-            words = str(wrong) if isinstance(wrong, ValueError) else f"{type(wrong).__name__}: {wrong}"
-            self.fields.complain(words)
+            self.fields.complain(explain(wrong))
             return
         self.fields.complain("")
         self.frame.value = panel(Html(drawn))

@@ -17,9 +17,14 @@ class InputError(ValueError):
     """An input that a simulator cannot use, in words for the reader."""
 
 
+def explain(wrong: Exception) -> str:
+    """An error as a line for the reader: a ValueError's own words, else its type and words."""
+    return str(wrong) if isinstance(wrong, ValueError) else f"{type(wrong).__name__}: {wrong}"
+
+
 @dataclass(frozen=True)
 class Field:
-    """A line of text, or several with `rows`. `parse` turns it into a value and raises ValueError with words."""
+    """A line of text, or several with `rows`. `parse` makes it a value or raises ValueError with words."""
 
     name: str
     label: str
@@ -114,7 +119,8 @@ class Form:
 
     def complain(self, words: str) -> None:
         """Show what is wrong with the input; an empty string clears it."""
-        box = tag("div", strong(f"⚠ {words}"), f"border-left:3px solid {ACCENT};padding:2px 8px", role="alert")
+        style = f"border-left:3px solid {ACCENT};padding:2px 8px"
+        box = tag("div", strong(f"⚠ {words}"), style, role="alert")
         self.error.value = panel(box) if words else ""
 
     def _parsed(self, field: Field | Slider | Choice | Switch) -> Any:

@@ -1,4 +1,4 @@
-"""What a check needs to judge a reader's function: call it safely, compare its results, say the first fault in words."""
+"""Judge a reader's function: call it safely, compare its results, say the first fault in words."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Wrong(Exception):
 
 
 class _TimeUp(BaseException):
-    """Raised inside a call that runs too long; not an Exception, so that the reader's `except` lets it pass."""
+    """Raised inside a call that runs too long; no Exception, so that `except Exception` lets it pass."""
 
 
 def fail(words: str) -> None:
@@ -31,17 +31,18 @@ def fail(words: str) -> None:
 def expect(fn: Callable, args: tuple, want: object, *, kwargs: Mapping[str, Any] | None = None,
            case: str = "", tolerance: float = 1e-6, keeps_arguments: bool = False,
            seconds: float = TIME_LIMIT) -> Any:
-    """Call `fn(*args, **kwargs)` on copies and compare with `want`; the result, or `Wrong` with the case in words.
+    """Call `fn(*args, **kwargs)` on copies; the result if it equals `want`, else `Wrong` with the case.
 
     `case` names the case ("an empty prompt") where the arguments would not. Floats may differ by `tolerance`
-    (relative and absolute); a list equals a tuple, and a tensor or array equals the nested list of its numbers.
-    With `keeps_arguments` a function that changes what it was given is wrong.
+    (relative and absolute); a list equals a tuple, a tensor or array the nested list of its numbers. With
+    `keeps_arguments` a function that changes what it was given is wrong.
     """
     where = _where(fn, args, kwargs or {}, case)
     given = _own_copy(args)
     got = call(fn, *given, kwargs=_own_copy(kwargs or {}), case=where, seconds=seconds)
     if not same(got, want, tolerance):
-        raise Wrong(f"{where} your function returned {short(got)}; expected {short(want)}.{_first(got, want, tolerance)}")
+        first = _first(got, want, tolerance)
+        raise Wrong(f"{where} your function returned {short(got)}; expected {short(want)}.{first}")
     if keeps_arguments and _plain(args) and not same(given, args, 0.0):
         raise Wrong(f"{where} your function changed the arguments it was given.")
     return got
@@ -60,13 +61,14 @@ def expect_error(fn: Callable, args: tuple, error: type[BaseException], *, case:
     except (NotImplementedError, Wrong):
         raise
     except Exception as raised:
-        raise Wrong(f"{where} your function raised {_named(raised, fn)}; expected {error.__name__}.") from raised
+        named = _named(raised, fn)
+        raise Wrong(f"{where} your function raised {named}; expected {error.__name__}.") from raised
     raise Wrong(f"{where} your function returned {short(got)}; expected it to raise {error.__name__}.")
 
 
 def call(fn: Callable, *args: Any, kwargs: Mapping[str, Any] | None = None, case: str = "",
          seconds: float = TIME_LIMIT) -> Any:
-    """Call the reader's function under a time limit; anything it raises becomes `Wrong` (a stub stays a stub)."""
+    """Call the reader's function under a time limit; what it raises becomes `Wrong`, except in a stub."""
     where = case if case.endswith(":") else _where(fn, args, kwargs or {}, case)
     try:
         return _limited(lambda: fn(*args, **(kwargs or {})), seconds, where)
@@ -83,7 +85,7 @@ def same(got: object, want: object, tolerance: float = 1e-6) -> bool:
         return _close(got, want, tolerance)
     if isinstance(want, (list, tuple)):
         return (isinstance(got, (list, tuple)) and len(got) == len(want)
-                and all(same(a, b, tolerance) for a, b in zip(got, want)))
+                and all(same(a, b, tolerance) for a, b in zip(got, want, strict=True)))
     if isinstance(want, Mapping):
         return (isinstance(got, Mapping) and got.keys() == want.keys()
                 and all(same(got[key], want[key], tolerance) for key in want))
@@ -120,10 +122,11 @@ def _first(got: object, want: object, tolerance: float) -> str:
         return ""
     if len(got) != len(want):
         return f" It has {len(got)} items instead of {len(want)}."
-    differ = [i for i, pair in enumerate(zip(got, want)) if not same(*pair, tolerance)]
+    differ = [i for i, pair in enumerate(zip(got, want, strict=True)) if not same(*pair, tolerance)]
     if len(want) <= 6:
         return ""
-    return f" The first difference is item {differ[0]}: {short(got[differ[0]])} instead of {short(want[differ[0]])}."
+    i = differ[0]
+    return f" The first difference is item {i}: {short(got[i])} instead of {short(want[i])}."
 
 
 def _named(raised: BaseException, fn: Callable) -> str:
@@ -140,7 +143,7 @@ def _named(raised: BaseException, fn: Callable) -> str:
 
 
 def _limited(work: Callable[[], Any], seconds: float, where: str) -> Any:
-    """Run `work`; after `seconds` stop it, in whichever thread it runs. A call inside C code ends before it stops."""
+    """Run `work` and stop it after `seconds`, in any thread, on any system; a call into C ends first."""
     thread, lock, state = threading.get_ident(), threading.Lock(), {"done": False, "fired": False}
 
     def stop() -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shared.lab.charts import to_png
+from shared.lab.charts import ACCENT, INK, PALE, QUIET, to_png
 from shared.lab.display import show
 
-INK, QUIET, PALE, ACCENT, LIT = "#1f2933", "#5b6770", "#9aa5b1", "#1565c0", "#dbeafe"
+LIT, UNLIT = "#dbeafe", "#f7f9fb"
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ PARTS = {
     "sampler": Part("sampler", 67, 12.6, 10.5, 5),
     "detokenizer": Part("detokenizer", 80, 6.2, 12.5, 11.4),
 }
-FLOW = [("tokenizer", "request"), ("request", "scheduler"), ("scheduler", "model_runner"), ("model_runner", "model"),
-        ("model", "attention"), ("attention", "kv_cache"), ("scheduler", "block_manager"),
-        ("block_manager", "prefix_cache"), ("block_manager", "kv_cache"), ("model", "sampler"),
-        ("sampler", "detokenizer")]
+FLOW = [("tokenizer", "request"), ("request", "scheduler"), ("scheduler", "model_runner"),
+        ("model_runner", "model"), ("model", "attention"), ("attention", "kv_cache"),
+        ("scheduler", "block_manager"), ("block_manager", "prefix_cache"), ("block_manager", "kv_cache"),
+        ("model", "sampler"), ("sampler", "detokenizer")]
 ALSO_CALLED = {"weights": "model", "decode": "engine", "sampling": "sampler", "batch": "model_runner",
                "runner": "model_runner", "parallel": "model_runner", "kernels": "attention", "llm": "engine"}
 
@@ -73,9 +73,9 @@ def find_parts(lit: tuple[str, ...]) -> list[str]:
 def describe(names: list[str]) -> str:
     """One sentence for screen readers and terminals."""
     lit = ", ".join(PARTS[name].label.replace("\n", " ").partition(":")[0] for name in names)
-    return (f"Map of the engine. This chapter: {lit or 'the whole'}. Around the engine, the server; inside, the control "
-            "plane (request, scheduler, block manager, prefix cache) and the data plane (tokenizer, model runner, "
-            "model with attention and KV cache, sampler, detokenizer).")
+    return (f"Map of the engine. This chapter: {lit or 'the whole'}. Around the engine, the server; "
+            "inside, the control plane (request, scheduler, block manager, prefix cache) and the data plane "
+            "(tokenizer, model runner, model with attention and KV cache, sampler, detokenizer).")
 
 
 def draw(names: list[str]) -> bytes:
@@ -97,10 +97,11 @@ def _box(axes, part: Part, lit: bool) -> None:
     from matplotlib.patches import FancyBboxPatch
 
     edge = ACCENT if lit else PALE if part.frame else QUIET
-    face = LIT if lit else "none" if part.frame else "#f7f9fb"
+    face = LIT if lit else "none" if part.frame else UNLIT
     axes.add_patch(FancyBboxPatch(
-        (part.x, part.y), part.width, part.height, boxstyle="round,pad=0,rounding_size=1", edgecolor=edge,
-        facecolor=face, linewidth=2.4 if lit else 1, linestyle="--" if part.frame and not lit else "-", zorder=1))
+        (part.x, part.y), part.width, part.height, boxstyle="round,pad=0,rounding_size=1", zorder=1,
+        edgecolor=edge, facecolor=face, linewidth=2.4 if lit else 1,
+        linestyle="--" if part.frame and not lit else "-"))
     x, y = (part.x + 1.3, part.y + part.height - 2.2) if part.frame else part.middle
     label = ("▸ " if lit else "") + part.label
     axes.text(x, y, label, ha="left" if part.frame else "center", va="center", zorder=4, linespacing=1.05,

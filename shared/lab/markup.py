@@ -67,7 +67,7 @@ def mono(text: object) -> Html:
 
 def table(headers: Sequence[object], rows: Iterable[Sequence[object]], caption: str = "",
           lit: Iterable[int] = ()) -> Html:
-    """A table. `lit` rows are tinted and carry a mark in front of their first cell, so that colour is not needed."""
+    """A table. `lit` rows are tinted and have a mark in their first cell, so that colour is not needed."""
     lit = set(lit)
     head = tag("tr", join(tag("th", cell, f"{CELL};font-weight:600;background:{SHADE}", scope="col")
                           for cell in headers))

@@ -1,7 +1,8 @@
 """The reader's progress, in one small local JSON file: passed checks, quiz answers, predictions.
 
-The file is `$ZERO_TO_ENGINE_PROGRESS`, or else `progress.json` in `$ZERO_TO_ENGINE_HOME` or `~/.cache/zero-to-engine`.
-A missing or damaged file counts as empty; a folder that cannot be written to costs the record, never the lesson.
+The file is `$ZERO_TO_ENGINE_PROGRESS`, or else `progress.json` in `$ZERO_TO_ENGINE_HOME` or
+`~/.cache/zero-to-engine`. A missing or damaged file counts as empty; a folder that cannot be written to costs
+the record, never the lesson.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ SECTIONS = ("passed", "quiz", "predictions")
 
 def home() -> Path:
     """The course's cache folder."""
-    return Path(os.environ.get("ZERO_TO_ENGINE_HOME") or Path.home() / ".cache" / "zero-to-engine").expanduser()
+    chosen = os.environ.get("ZERO_TO_ENGINE_HOME")
+    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "zero-to-engine"
 
 
 def progress_path() -> Path:
@@ -85,7 +87,7 @@ def progress_table() -> Html:
     progress = load_progress()
     rows = [_chapter_row(chapter, progress) for chapter in existing_chapters()]
     return panel(table(["chapter", "exercises passed", "quiz answered right"], rows),
-                 note("Run this cell again to refresh it. A check that passes is recorded on this machine only."))
+                 note("Run this cell again to refresh it. What you passed is recorded on this machine only."))
 
 
 def _chapter_row(chapter: str, progress: dict[str, dict]) -> list[object]:

@@ -21,9 +21,9 @@ from shared.lab.widgets import RADIO_STYLE, radio
 class Question:
     """One question.
 
-    `options` maps each option to its explanation (why it is right, or which mistake leads to it). The right one is
-    named by `answer`, or found by `compute`, whose value, as text, must be one of the options; with both, CI
-    compares them. The order in which options are written does not matter: they are shuffled, always the same way.
+    `options` maps each option to its explanation: why it is right, or which mistake leads to it. The right
+    one is named by `answer`, or found by `compute`, whose value, as text, must be one of the options; with
+    both, CI compares them. The order of `options` does not matter: they are shuffled, always the same way.
     """
 
     prompt: str
@@ -40,12 +40,15 @@ class Question:
 
 
 def arrange(chapter: str, questions: Sequence[Question]) -> list[list[str]]:
-    """The options of each question in the order shown: shuffled by a fixed key, right ones not all in one place."""
+    """Each question's options in the order shown: a fixed shuffle, right ones not all in one place."""
     for salt in itertools.count():
-        orders = [_shuffled(f"{chapter}/{salt}/{question.prompt}", question.options) for question in questions]
-        places = {order.index(question.right()) for order, question in zip(orders, questions)}
-        if len(places) > 1 or len(questions) < 2:
+        orders = [_shuffled(f"{chapter}/{salt}/{asked.prompt}", asked.options) for asked in questions]
+        if len(_places(questions, orders)) > 1 or len(questions) < 2:
             return orders
+
+
+def _places(questions: Sequence[Question], orders: Sequence[list[str]]) -> set[int]:
+    return {order.index(question.right()) for question, order in zip(questions, orders, strict=True)}
 
 
 def _shuffled(key: str, options: Mapping[str, str]) -> list[str]:
@@ -64,12 +67,12 @@ def quiz_faults(chapter: str, questions: Sequence[Question]) -> list[str]:
     for name, choose in (("longest", max), ("shortest", min)):
         if all(_stands_out(question, choose) for question in questions):
             faults.append(f"the right option is always the {name}")
-    places = {order.index(question.right()) for order, question in zip(arrange(chapter, questions), questions)}
-    return faults if len(places) > 1 else [*faults, "the right option is always in the same place"]
+    return faults
 
 
 def _question_faults(question: Question) -> list[str]:
-    faults = [f"option {option!r} has no explanation" for option, why in question.options.items() if not why.strip()]
+    unexplained = [option for option, why in question.options.items() if not why.strip()]
+    faults = [f"option {option!r} has no explanation" for option in unexplained]
     if len(question.options) < 3:
         faults.append("it has fewer than three options")
     if question.answer is None and question.compute is None:
@@ -95,7 +98,7 @@ class Quiz:
     def __init__(self, chapter: str, questions: Sequence[Question]):
         self.chapter, self.questions = chapter, list(questions)
         self.orders = arrange(chapter, self.questions)
-        self.choices = [radio(order, question.prompt) for order, question in zip(self.orders, self.questions)]
+        self.choices = [radio(order, f"Question {number}") for number, order in enumerate(self.orders, 1)]
         self.feedback = [widgets.HTML(value="") for _ in self.questions]
         for number, choice in enumerate(self.choices, 1):
             choice.observe(lambda change, number=number: self._answered(number, change["new"]), names="value")
@@ -103,8 +106,8 @@ class Quiz:
 
     def static(self) -> Html:
         """The questions and their options; nothing shows which one is right."""
-        blocks = [join([_prompt(number, question), _listed(order)])
-                  for number, (question, order) in enumerate(zip(self.questions, self.orders), 1)]
+        asked = enumerate(zip(self.questions, self.orders, strict=True), 1)
+        blocks = [join([_prompt(number, question), _listed(order)]) for number, (question, order) in asked]
         return panel(*blocks, tag("div", "Run this cell to answer."))
 
     def _rows(self) -> list[widgets.Widget]:
@@ -121,8 +124,9 @@ class Quiz:
         right = option == question.right()
         record_answer(self.chapter, number, right)
         verdict = strong("✓ Right. " if right else "✗ Not this one. ")
-        self.feedback[number - 1].value = panel(
-            tag("div", join([verdict, rich(question.options[option])]), "max-width:48em;padding:2px 0 8px", role="status"))
+        words = join([verdict, rich(question.options[option])])
+        box = tag("div", words, "max-width:48em;padding:2px 0 8px", role="status")
+        self.feedback[number - 1].value = panel(box)
 
 
 def _prompt(number: int, question: Question) -> Html:

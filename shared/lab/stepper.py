@@ -8,7 +8,7 @@ from typing import Any
 import ipywidgets as widgets
 
 from shared.lab.display import show
-from shared.lab.form import Choice, Field, Form, Slider, Switch
+from shared.lab.form import Choice, Field, Form, Slider, Switch, explain
 from shared.lab.markup import Html, join, note, panel, strong, tag
 from shared.lab.widgets import FOCUS_STYLE, button
 
@@ -16,13 +16,15 @@ from shared.lab.widgets import FOCUS_STYLE, button
 class Stepper:
     """Buttons and a slider over the states that `make` yields, each drawn by `render`.
 
-    `make(inputs, seed)` takes the parsed fields by name and yields states, the first before anything has happened.
-    `render(state, index)` gives HTML. Each state is rendered the moment it is reached and only the HTML is kept, so
-    `make` may yield one live object again and again: the engine itself, stepped. A ValueError from a parser or from
-    `make` is shown beside the fields. Tests use `.step.click()`, `.fields["name"].value = ...`, `.frame.value`.
+    `make(inputs, seed)` takes the parsed fields by name and yields states, the first before anything
+    happened. `render(state, index)` gives HTML. Each state is rendered the moment it is reached and only the
+    HTML is kept, so `make` may yield one live object again and again: the engine itself, stepped. A
+    ValueError from a parser or from `make` is shown beside the fields. Tests use `.step.click()`,
+    `.fields["n"].value = ...`, `.frame.value`.
     """
 
-    def __init__(self, make: Callable[[dict[str, Any], int], Iterable[Any]], render: Callable[[Any, int], str],
+    def __init__(self, make: Callable[[dict[str, Any], int], Iterable[Any]],
+                 render: Callable[[Any, int], str],
                  fields: Sequence[Field | Slider | Choice | Switch] = (), seed: int | None = 0,
                  title: str = "Simulator", max_steps: int = 200):
         self.make, self.render, self.title, self.max_steps = make, render, title, max_steps
@@ -55,7 +57,7 @@ class Stepper:
         """The chosen states (negative: from the end) below one another, drawn by the same `render`."""
         self._reach(self.max_steps if any(step < 0 for step in steps) else max(steps, default=0))
         count = len(self.frames)
-        chosen = sorted({step % count if step < 0 else min(step, count - 1) for step in steps}) if count else []
+        chosen = sorted({min(step, count - 1) if step >= 0 else step % count for step in steps if count})
         self._draw()
         blocks = [tag("section", join([note(f"Step {step} of {self._known()}"), Html(self.frames[step])]),
                       "margin:0 0 10px") for step in chosen]
@@ -68,21 +70,26 @@ class Stepper:
     def _build(self, seed: int | None) -> None:
         self.back = button("◂ Back", "Go back one step", lambda: self.go(self.index - 1))
         self.step = button("Step ▸", "Go forward one step", lambda: self.go(self.index + 1), primary=True)
-        self.end = button("Run to end ▸▸", "Run until nothing is left to do", lambda: self.go(self.max_steps))
+        self.end = button("Run to end ▸▸", "Run until it ends", lambda: self.go(self.max_steps))
         self.reset = button("↺ Reset", "Go back to the start", self.restart)
-        self.slider = widgets.IntSlider(min=0, max=0, description="Step", tooltip="Choose a step", readout=False,
-                                        layout=widgets.Layout(width="22em"))
+        self.slider = widgets.IntSlider(min=0, max=0, description="Step", tooltip="Choose a step",
+                                        readout=False, layout=widgets.Layout(width="22em"))
         self.slider.observe(lambda change: self.go(change["new"]), names="value")
         self.seed = widgets.BoundedIntText(value=seed or 0, min=0, max=2**31 - 1, description="Seed",
-                                           tooltip="Seed of the random draws", layout=widgets.Layout(width="12em"))
+                                           tooltip="Seed of the random draws",
+                                           layout=widgets.Layout(width="12em"))
         self.seed.observe(lambda _: self.restart(), names="value")
         self.status, self.frame = widgets.HTML(value=""), widgets.HTML(value="")
+        self.widget = self._arranged(seed is not None)
+
+    def _arranged(self, seeded: bool) -> widgets.VBox:
         row = widgets.Layout(flex_flow="row wrap", align_items="center")
         buttons = widgets.HBox([self.back, self.step, self.end, self.reset], layout=row)
-        place = widgets.HBox([self.slider, *([] if seed is None else [self.seed])], layout=row)
+        place = widgets.HBox([self.slider, *([self.seed] if seeded else [])], layout=row)
         heading = widgets.HTML(value=FOCUS_STYLE + panel(strong(self.title)))
-        self.widget = widgets.VBox([heading, self.fields.widget, buttons, place, self.status, self.frame])
-        self.widget.add_class("z2e")
+        box = widgets.VBox([heading, self.fields.widget, buttons, place, self.status, self.frame])
+        box.add_class("z2e")
+        return box
 
     def _reach(self, index: int) -> None:
         """Run until state `index` is drawn, the run ends, or the limit of steps is met."""
@@ -97,7 +104,7 @@ class Stepper:
 
     def _stop(self, wrong: Exception) -> None:
         self._states, self._ended = iter(()), True
-        self.fields.complain(str(wrong) if isinstance(wrong, ValueError) else f"{type(wrong).__name__}: {wrong}")
+        self.fields.complain(explain(wrong))
 
     def _known(self) -> str:
         last = max(0, len(self.frames) - 1)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import ipywidgets as widgets
 
 FOCUS_STYLE = """<style>
-.z2e button:focus-visible, .z2e input:focus-visible, .z2e textarea:focus-visible, .z2e .noUi-handle:focus-visible {
+.z2e :is(button, input, select, textarea, .noUi-handle):focus-visible {
   outline: 2px solid var(--jp-brand-color1, #1976d2); outline-offset: 1px; }
 .z2e .widget-html-content { line-height: 1.5; }
 </style>"""
