@@ -10,10 +10,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shared.lab.progress import home
+from shared.default_model import DEFAULT_MODEL, cache_home, missing_file
 
 GIGA = 1e9
-DEFAULT_MODEL = "smollm2-135m"
 
 
 @dataclass(frozen=True)
@@ -58,8 +57,7 @@ def environment() -> dict[str, str]:
     facts["memory"] = _memory()
     facts["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU only"
     facts["transformers"] = importlib.metadata.version("transformers")
-    folder = home() / "models" / DEFAULT_MODEL
-    present = (folder / "config.json").is_file()
+    present = missing_file(cache_home() / "models" / DEFAULT_MODEL) is None
     facts["model"] = f"{DEFAULT_MODEL}: {'present' if present else 'not here yet; the first load fetches it'}"
     return facts
 

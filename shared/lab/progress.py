@@ -12,21 +12,16 @@ import os
 import tempfile
 from pathlib import Path
 
+from shared.default_model import cache_home
 from shared.lab.chapters import chapter_module, existing_chapters
 from shared.lab.markup import Html, bar, join, note, panel, table
 
 SECTIONS = ("passed", "quiz", "predictions")
 
 
-def home() -> Path:
-    """The course's cache folder."""
-    chosen = os.environ.get("ZERO_TO_ENGINE_HOME")
-    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "zero-to-engine"
-
-
 def progress_path() -> Path:
     chosen = os.environ.get("ZERO_TO_ENGINE_PROGRESS")
-    return Path(chosen).expanduser() if chosen else home() / "progress.json"
+    return Path(chosen).expanduser() if chosen else cache_home() / "progress.json"
 
 
 def load_progress() -> dict[str, dict]:

@@ -24,7 +24,7 @@ def step_table(records: Sequence, lit: int | None = None) -> Html:
 def reasons_table(record) -> Html:
     """Why each request ran, waited or lost its place in this step."""
     rows = [[name, reason] for name, reason in record.reasons.items()]
-    return table(["request", f"step {record.step}"], rows) if rows else note("Nothing to decide in this step.")
+    return table(["request", f"step {record.step}"], rows) if rows else note("Nothing to decide here.")
 
 
 def request_ids(records: Sequence) -> list[str]:

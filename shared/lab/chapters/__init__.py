@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
+import pkgutil
+import re
 from types import ModuleType
 
 
 def chapter_module(chapter: str) -> ModuleType:
     """The module of chapter "04". Raises ValueError if the course has no such chapter."""
     name = f"{__name__}.ch{chapter}"
-    if not chapter.isdigit() or importlib.util.find_spec(name) is None:
-        raise ValueError(f"there is no chapter {chapter!r}; chapters are named by two digits, such as '04'")
-    return importlib.import_module(name)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as missing:
+        if missing.name != name:
+            raise
+    known = ", ".join(existing_chapters()) or "none yet"
+    raise ValueError(f"there is no chapter {chapter!r}; there are {known}")
 
 
 def existing_chapters() -> list[str]:
     """Two-digit numbers of the chapters that have a module."""
-    numbers = [f"{number:02d}" for number in range(100)]
-    return [number for number in numbers if importlib.util.find_spec(f"{__name__}.ch{number}")]
+    modules = (module.name for module in pkgutil.iter_modules(__path__))
+    return sorted(name[2:] for name in modules if re.fullmatch(r"ch\d\d", name))
