@@ -6,8 +6,8 @@
     check("04.1", fn)                  judge an exercise
     engine_map("kv_cache")             the drawing of the engine, parts lit
 
-What the chapters' own modules build on: `Question`, `Check`, `Score`, `expect`; `Stepper`, `Explorer` and their
-fields; `markup` and `views` for HTML; `charts` for pictures; `machine` for measurements.
+What the chapters' own modules build on: `Question`, `Check`, `Score`, `expect`; `Stepper`, `Explorer` and
+their fields; `markup` and `views` for HTML; `charts` for pictures; `machine` for measurements.
 """
 
 from __future__ import annotations
