@@ -159,6 +159,7 @@ def write_config(fields: dict[str, Any], folder: Path) -> dict[str, Any]:
         "num_hidden_layers": fields["llama.block_count"],
         "num_attention_heads": fields["llama.attention.head_count"],
         "num_key_value_heads": fields["llama.attention.head_count_kv"],
+        "head_dim": fields["llama.rope.dimension_count"],
         "max_position_embeddings": fields["llama.context_length"],
         "rms_norm_eps": float(f"{fields['llama.attention.layer_norm_rms_epsilon']:.6g}"),
         "rope_theta": fields["llama.rope.freq_base"],
