@@ -154,8 +154,8 @@ def _limited(work: Callable[[], Any], seconds: float, where: str) -> Any:
 
     timer = threading.Timer(seconds, stop)
     timer.daemon = True
-    timer.start()
     try:
+        timer.start()
         try:
             return work()
         finally:

@@ -32,7 +32,10 @@ def load_progress() -> dict[str, dict]:
         stored = {}
     if not isinstance(stored, dict):
         stored = {}
-    return {name: stored[name] if isinstance(stored.get(name), dict) else {} for name in SECTIONS}
+    progress = {name: stored[name] if isinstance(stored.get(name), dict) else {} for name in SECTIONS}
+    answers = progress["quiz"].items()
+    progress["quiz"] = {chapter: known for chapter, known in answers if isinstance(known, dict)}
+    return progress
 
 
 def save_progress(progress: dict[str, dict]) -> bool:
@@ -41,10 +44,14 @@ def save_progress(progress: dict[str, dict]) -> bool:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, draft = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".draft")
+    except OSError:
+        return False
+    try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             json.dump(progress, file, indent=1, sort_keys=True)
         os.replace(draft, path)
     except OSError:
+        Path(draft).unlink(missing_ok=True)
         return False
     return True
 

@@ -107,7 +107,7 @@ def _cell(name: str, record, decoding: set[str], finished: set[str]) -> str:
         return "D" if name in decoding else f"P{record.scheduled[name]}"
     if name in record.preempted:
         return "X"
-    if name in finished:
+    if name in finished or name in record.finished:
         return "–"
     return "W" if name in record.waiting or name in record.running else ""
 
