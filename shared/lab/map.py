@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from shared.lab.charts import ACCENT, INK, PALE, QUIET, to_png
 from shared.lab.display import show
+from shared.lab.markup import note, panel
 
 BETWEEN = 19.8  # height at which what an arrow between the planes carries is written
 LIT, UNLIT = "#dbeafe", "#f7f9fb"
@@ -62,8 +63,9 @@ def engine_map(*lit: str) -> None:
     Raises ValueError, with the names there are, for an unknown part.
     """
     names = find_parts(lit)
-    described = describe(names)
-    show(png=draw(names), text=described, alt=described)
+    show(png=draw(names), text=describe(names))
+    words = f"Lit: {labels(names)}."
+    show(html=panel(note(words)), text=words)
 
 
 def find_parts(lit: tuple[str, ...]) -> list[str]:
@@ -74,10 +76,14 @@ def find_parts(lit: tuple[str, ...]) -> list[str]:
     return names
 
 
+def labels(names: list[str]) -> str:
+    words = [PARTS[name].label.replace("\n", " ").partition(":")[0] for name in names]
+    return ", ".join(words) or "nothing yet"
+
+
 def describe(names: list[str]) -> str:
     """One sentence for screen readers and terminals."""
-    lit = ", ".join(PARTS[name].label.replace("\n", " ").partition(":")[0] for name in names)
-    return (f"Map of the engine. This chapter: {lit or 'the whole'}. Around the engine, the server; "
+    return (f"Map of the engine. Lit: {labels(names)}. Around the engine, the server; "
             "inside, the control plane (request, scheduler, block manager, prefix cache) and the data plane "
             "(tokenizer, model runner, model with attention and KV cache, sampler, detokenizer).")
 

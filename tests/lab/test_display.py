@@ -49,9 +49,10 @@ def test_importing_the_instruments_loads_no_heavy_library():
 
 def test_the_map_lights_parts_and_names_them(shown):
     engine_map("kv_cache", "attention")
-    (data, metadata), = shown
-    assert "This chapter: KV cache, attention." in data["text/plain"]
+    (data, metadata), (caption, _) = shown
+    assert "Lit: KV cache, attention." in data["text/plain"]
     assert metadata["image/png"]["alt"] == data["text/plain"]
+    assert "Lit: KV cache, attention." in caption["text/html"]
 
 
 def test_the_map_is_small_stable_and_differs_by_what_is_lit():
