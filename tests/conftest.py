@@ -1,4 +1,4 @@
-"""What every test may rely on: no network for models, a progress file of its own, a GPU where it asks for one."""
+"""What every test relies on: no model hub, a progress file of its own, a GPU where it asks for one."""
 
 from __future__ import annotations
 

@@ -51,7 +51,8 @@ def defined_name(node: ast.stmt) -> str:
     if not isinstance(node, (ast.Assign, ast.AnnAssign)):
         return ""
     targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-    return ", ".join(part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name))
+    names = [part for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)]
+    return ", ".join(name.id for name in names if isinstance(name.ctx, ast.Store))
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,8 @@ class Notebook:
             call = CHECK_CALL.search(cell["source"]) if cell["cell_type"] == "code" else None
             if call:
                 above, below = _first_prose(self.cells[index::-1]), _first_prose(self.cells[index:])
-                yield _exercise(call[1], call[2], cell, f"Exercise {call[1]}" in above, DETAILS.findall(below))
+                has_heading = f"Exercise {call[1]}" in above
+                yield _exercise(call[1], call[2], cell, has_heading, DETAILS.findall(below))
 
 
 def _first_prose(cells: list[dict]) -> str:

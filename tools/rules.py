@@ -31,7 +31,7 @@ PARTS = (  # of a chapter, in this order: name, kind of cell, what shows it
 )
 BAD_OUTPUT = {
     "an object address": r"\bat 0x[0-9a-fA-F]{6,}",
-    "an absolute path": r"(?<![\w.:/<~-])/(?:home|Users|root|tmp|private|var|opt|mnt)/\w|\b[A-Z]:\\\w",
+    "an absolute path": r"(?<![\w.:/<~-])/(?:home|Users|root|tmp|private|var|opt|mnt)/[\w.]|\b[A-Z]:\\\w",
     "a progress bar": r"\r(?!\n)|\d%\||\d ?(?:it|B)/s\b|FloatProgress",
     "a widget without a static form": r"\A[A-Z]\w+\((?:children=|.*\blayout=Layout)",
 }
