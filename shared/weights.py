@@ -1,4 +1,4 @@
-"""Find the folder of a model, and load its weights into our modules, tensor by tensor, by name."""
+"""Load the weights of a model folder into our modules, tensor by tensor, by name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shared.default_model import DEFAULT_MODEL, default_model_folder, missing_file
+from shared.default_model import DEFAULT_MODEL, resolve
 from shared.errors import ModelLoadError
 
 if TYPE_CHECKING:  # torch takes seconds to import, and finding a folder does not need it
@@ -15,38 +15,7 @@ if TYPE_CHECKING:  # torch takes seconds to import, and finding a folder does no
 
     from shared.model import Transformer
 
-ALIASES = {DEFAULT_MODEL, "HuggingFaceTB/SmolLM2-135M-Instruct"}
 Part = Callable[[str, tuple[int, ...]], tuple[slice, ...]]
-
-
-def resolve(name: str | Path) -> Path:
-    """The Hugging Face folder of a model: the default model, a local folder, or a hub id like `org/model`."""
-    if str(name) in ALIASES:
-        return default_model_folder()
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        missing = missing_file(folder)
-        if missing:
-            raise ModelLoadError(f"{folder} is not a model folder: it has no {missing}")
-        return folder
-    if isinstance(name, str) and name.count("/") == 1 and name[0] not in "/.~":
-        return from_hub(name)
-    raise ModelLoadError(f"model {str(name)!r}: no such folder; use {DEFAULT_MODEL!r}, a folder or a hub id")
-
-
-def from_hub(model_id: str) -> Path:
-    """Fetch a model from the hub, or find it in the hub's own cache when offline (HF_HUB_OFFLINE=1)."""
-    from huggingface_hub import snapshot_download
-
-    try:
-        folder = snapshot_download(model_id, allow_patterns=["*.json", "*.safetensors", "*.jinja"])
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(
-            f"model {model_id!r} is neither a local folder nor could it be fetched from the hub "
-            f"({type(error).__name__}: {str(error).splitlines()[0]}); check the name and the network, "
-            f"or use {DEFAULT_MODEL!r}, which needs no hub"
-        ) from error
-    return resolve(Path(folder))
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -197,7 +197,10 @@ def test_end_tokens_are_collected_from_all_settings(tmp_path):
         tokenizer_config={"eos_token": {"content": "</s>", "special": True}},
     )  # fmt: skip
     assert set(made.eos_token_ids) == {0, 1, 2} and len(made.eos_token_ids) == 3
-    assert (made.eos_token, made.eos_token_id, made.bos_token, made.bos_token_id) == ("</s>", 2, None, None)
+    assert made.special_tokens == {"eos_token": "</s>"} and (made.eos_token_id, made.bos_token_id) == (
+        2,
+        None,
+    )
 
 
 def test_a_model_without_any_end_token(tmp_path):

@@ -312,7 +312,7 @@ def test_the_unpacked_model_is_the_original(index):
     assert tokenizer.decode(tokenizer.encode("ab<end>12"), skip_special_tokens=False) == "ab<end>12"
     assert (
         tokenizer.eos_token_ids == (0,)
-        and tokenizer.bos_token == "<begin>"
+        and tokenizer.special_tokens["bos_token"] == "<begin>"
         and tokenizer.special_ids == {0, 1}
     )
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}]) == "hi"
