@@ -1,7 +1,6 @@
 """Every exercise of every notebook: the solution passes, the stub does not, wrong answers are told why."""
 
 from __future__ import annotations
-import __future__
 
 import ast
 import importlib.util
@@ -31,12 +30,11 @@ def solved(exercise: Exercise) -> Any:
 
 def unsolved(exercise: Exercise) -> Any:
     """What the stub defines; names in annotations are not looked up, and no other cell has run."""
-    tree = ast.parse(exercise.stub)
-    kept = [node for node in tree.body if defined_name(node) or isinstance(node, (ast.Import, ast.ImportFrom))]
-    tree.body = kept
+    tree = ast.parse("from __future__ import annotations\n" + exercise.stub)
+    imports = (ast.Import, ast.ImportFrom)
+    tree.body = [node for node in tree.body if defined_name(node) or isinstance(node, imports)]
     namespace = {"__name__": "stub"}
-    flags = __future__.annotations.compiler_flag
-    exec(compile(tree, f"stub {exercise.number}", "exec", flags=flags), namespace)
+    exec(compile(tree, f"stub {exercise.number}", "exec"), namespace)
     return namespace[exercise.function]
 
 

@@ -84,8 +84,7 @@ def test_every_range_has_a_lower_bound_and_torch_is_pinned_as_tested():
 def test_python_versions_agree():
     supported = SpecifierSet(project()["requires-python"])
     assert [f"3.{minor}" for minor in range(30) if supported.contains(f"3.{minor}.1")] == list(PYTHONS)
-    (makefile,) = re.findall(r"\((\d), (\d+)\) <= sys.version_info\[:2\] <= \((\d), (\d+)\)", read("Makefile"))
-    assert makefile == ("3", "10", "3", "13")
+    assert "(3, 10) <= sys.version_info[:2] <= (3, 13)" in read("Makefile")
     for job in yaml.safe_load(read(".github/workflows/ci.yml"))["jobs"].values():
         assert job["strategy"]["matrix"]["python"] == list(PYTHONS)
     for name in ("environment.yml", "environment-gpu.yml"):
