@@ -36,7 +36,7 @@ class Field:
     def control(self) -> widgets.Widget:
         kind = widgets.Text if self.rows == 1 else widgets.Textarea
         extra = {} if self.rows == 1 else {"rows": self.rows}
-        return kind(value=self.value, continuous_update=False, layout=WIDE, tooltip=self.label, **extra)
+        return kind(value=self.value, continuous_update=False, layout=WIDE, **extra)
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Slider:
     def control(self) -> widgets.Widget:
         kind = widgets.IntSlider if isinstance(self.step, int) else widgets.FloatSlider
         return kind(value=self.value, min=self.low, max=self.high, step=self.step, continuous_update=False,
-                    tooltip=self.label, layout=widgets.Layout(width="20em"))
+                    layout=widgets.Layout(width="auto", max_width="34em"))
 
     def parse(self, value: float) -> float:
         return value
@@ -71,7 +71,7 @@ class Choice:
     help: str = ""
 
     def control(self) -> widgets.Widget:
-        return widgets.Dropdown(options=list(self.options), value=self.value, tooltip=self.label,
+        return widgets.Dropdown(options=list(self.options), value=self.value,
                                 layout=widgets.Layout(width="auto", min_width="10em"))
 
     def parse(self, value: str) -> str:
@@ -88,8 +88,7 @@ class Switch:
     help: str = ""
 
     def control(self) -> widgets.Widget:
-        return widgets.Checkbox(value=self.value, description=self.label, indent=False, tooltip=self.label,
-                                layout=widgets.Layout(width="auto"))
+        return widgets.Checkbox(value=self.value, indent=False, layout=widgets.Layout(width="auto"))
 
     def parse(self, value: bool) -> bool:
         return value
@@ -102,9 +101,11 @@ class Form:
         self.fields = list(fields)
         self.controls = {field.name: field.control() for field in self.fields}
         self.error = widgets.HTML(value="")
+        for field in self.fields:
+            self._label(field)
         for control in self.controls.values():
             control.observe(lambda _: on_change(), names="value")
-        self.widget = widgets.VBox([*(self._labelled(field) for field in self.fields), self.error])
+        self.widget = widgets.VBox([*(self._explained(field) for field in self.fields), self.error])
 
     def __getitem__(self, name: str) -> widgets.Widget:
         return self.controls[name]
@@ -129,14 +130,19 @@ class Form:
         except ValueError as wrong:
             raise InputError(f"{field.label}: {wrong}") from wrong
 
-    def _labelled(self, field: Field | Slider | Choice | Switch) -> widgets.Widget:
+    def _label(self, field: Field | Slider | Choice | Switch) -> None:
+        """Name a control by its own label; the labels of a form share one width."""
         control = self.controls[field.name]
-        if isinstance(field, Switch):
+        control.description, control.tooltip = field.label, field.label
+        if not isinstance(field, Switch):
+            longest = max(len(other.label) for other in self.fields if not isinstance(other, Switch))
+            control.style.description_width = f"{min(20.0, 1 + 0.6 * longest):.1f}em"
+
+    def _explained(self, field: Field | Slider | Choice | Switch) -> widgets.Widget:
+        control = self.controls[field.name]
+        if not field.help:
             return control
-        label = tag("div", rich(field.label), "min-width:9em")
-        row = widgets.HBox([widgets.HTML(value=panel(label)), control],
-                           layout=widgets.Layout(flex_flow="row wrap", align_items="center"))
-        return widgets.VBox([row, widgets.HTML(value=panel(note(rich(field.help))))]) if field.help else row
+        return widgets.VBox([control, widgets.HTML(value=panel(note(rich(field.help))))])
 
 
 def whole(low: int = 0, high: int | None = None) -> Callable[[str], int]:

@@ -10,7 +10,8 @@ import re
 from collections.abc import Iterable, Sequence
 
 ACCENT = "var(--jp-brand-color1, #1976d2)"
-TINT = "rgba(25, 118, 210, 0.16)"
+ON_ACCENT = "var(--jp-ui-inverse-font-color1, #fff)"
+TINT = "rgba(33, 134, 230, 0.22)"
 SHADE = "rgba(128, 128, 128, 0.16)"
 LINE = "var(--jp-border-color1, rgba(128, 128, 128, 0.45))"
 MONO = "var(--jp-code-font-family, ui-monospace, Menlo, Consolas, monospace)"

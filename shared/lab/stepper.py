@@ -72,12 +72,13 @@ class Stepper:
         self.step = button("Step ▸", "Go forward one step", lambda: self.go(self.index + 1), primary=True)
         self.end = button("Run to end ▸▸", "Run until it ends", lambda: self.go(self.max_steps))
         self.reset = button("↺ Reset", "Go back to the start", self.restart)
+        narrow = {"description_width": "initial"}
         self.slider = widgets.IntSlider(min=0, max=0, description="Step", tooltip="Choose a step",
-                                        readout=False, layout=widgets.Layout(width="22em"))
+                                        style=narrow, readout=False, layout=widgets.Layout(width="22em"))
         self.slider.observe(lambda change: self.go(change["new"]), names="value")
         self.seed = widgets.BoundedIntText(value=seed or 0, min=0, max=2**31 - 1, description="Seed",
-                                           tooltip="Seed of the random draws",
-                                           layout=widgets.Layout(width="12em"))
+                                           tooltip="Seed of the random draws", style=narrow,
+                                           layout=widgets.Layout(width="10em"))
         self.seed.observe(lambda _: self.restart(), names="value")
         self.status, self.frame = widgets.HTML(value=""), widgets.HTML(value="")
         self.widget = self._arranged(seed is not None)
@@ -113,11 +114,12 @@ class Stepper:
         return f"{last} (limit)" if last >= self.max_steps else f"{last} so far"
 
     def _draw(self) -> None:
+        place = f"Step {self.index} of {self._known()}." if self.frames else "There is nothing to step."
         self.frame.value = panel(Html(self.frames[self.index])) if self.frames else ""
         last = max(0, len(self.frames) - 1)
         at_end = self.index >= last and (self._ended or last >= self.max_steps)
         done = " Nothing is left to do." if at_end and self._ended and self.frames else ""
-        self.status.value = panel(tag("div", f"Step {self.index} of {self._known()}.{done}", role="status"))
+        self.status.value = panel(tag("div", f"{place}{done}", role="status"))
         self.back.disabled, self.step.disabled, self.end.disabled = self.index == 0, at_end, at_end
         self.slider.max = last
         self.slider.value = self.index

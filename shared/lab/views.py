@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from shared.lab import markup
 from shared.lab.markup import ACCENT, CELL, LINE, MONO, SHADE, TINT, Html, join, note, strong, table, tag
 
 LEGEND = ("W waits · P5 prefills 5 tokens (or computes them again) · D decodes one token · "
           "X loses its blocks · – is finished")
-LOOKS = {"W": f"background:{SHADE}", "P": f"background:{ACCENT};color:#fff;font-weight:700",
+LOOKS = {"W": f"background:{SHADE}", "P": f"background:{ACCENT};color:{markup.ON_ACCENT};font-weight:700",
          "D": f"background:{TINT}", "X": f"outline:2px solid {ACCENT};outline-offset:-2px;font-weight:700"}
 
 

@@ -10,11 +10,14 @@ FOCUS_STYLE = """<style>
 .z2e :is(button, input, select, textarea, .noUi-handle):focus-visible {
   outline: 2px solid var(--jp-brand-color1, #1976d2); outline-offset: 1px; }
 .z2e .widget-html-content { line-height: 1.5; }
+.z2e .widget-label { text-align: left; }
 </style>"""
 RADIO_STYLE = FOCUS_STYLE + """<style>
 .z2e-radio .widget-radio-box { width: 100%; max-width: 44em; margin: 0; }
-.z2e-radio .widget-radio-box label { height: auto; line-height: 1.4; padding: 3px 0; white-space: normal; }
-.z2e-radio .widget-radio-box input { margin-top: 3px; }
+.z2e-radio .widget-radio-box label { display: flex; flex-direction: row-reverse; justify-content: flex-end;
+  align-items: center; gap: 6px; height: auto; margin: 0; padding: 3px 0;
+  line-height: 1.4; white-space: normal; }
+.z2e-radio .widget-radio-box input { position: static; flex: none; margin: 0; height: auto; }
 </style>"""
 
 

@@ -43,8 +43,8 @@ def environment(folder: Path, name: str) -> dict[str, str]:
 
 def nbval(path: Path, name: str) -> subprocess.CompletedProcess[str]:
     """Strict nbval with a fresh progress file called `name`."""
-    command = [sys.executable, "-m", "pytest", "-q", "--nbval", "--nbval-current-env", "-p", "no:cacheprovider",
-               "--rootdir", str(path.parent), str(path)]
+    command = [sys.executable, "-m", "pytest", "-q", "--nbval", "--nbval-current-env",
+               "-p", "no:cacheprovider", "--rootdir", str(path.parent), str(path)]
     return subprocess.run(command, capture_output=True, text=True, cwd=path.parent,
                           env={**os.environ, **environment(path.parent, name)})
 
