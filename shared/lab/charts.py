@@ -1,6 +1,6 @@
 """One look for every chart, and small png files.
 
-    figure, axes = chart()
+    figure, axes = chart(title="Positions")
     axes.plot(steps, positions)
     show(png=to_png(figure), text="Positions computed against tokens generated.")
 """
@@ -15,7 +15,7 @@ LINES = ("-", "--", ":", "-.")
 SHADES = (ACCENT, INK, "#6b9bd1", PALE)
 
 
-def chart(width: float = 7, height: float = 3.4, columns: int = 1, rows: int = 1):
+def chart(width: float = 7, height: float = 3.4, columns: int = 1, rows: int = 1, title: str = ""):
     """A figure and its axes (an array of them for several) in the course's style, without pyplot.
 
     Line number i comes with its own marker, dash and shade, so that no chart depends on colour alone.
@@ -26,10 +26,12 @@ def chart(width: float = 7, height: float = 3.4, columns: int = 1, rows: int = 1
 
     style = {"axes.edgecolor": PALE, "axes.labelcolor": INK, "xtick.color": QUIET, "ytick.color": QUIET,
              "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#e4e7eb",
-             "axes.axisbelow": True, "font.size": 10, "axes.titlesize": 11, "axes.titlelocation": "left",
+             "axes.axisbelow": True, "font.size": 10, "axes.titlesize": 11,
              "axes.prop_cycle": cycler(color=SHADES, marker=MARKERS[:4], linestyle=LINES)}
     with rc_context(style):
         figure = Figure(figsize=(width, height), dpi=110, facecolor="white", layout="constrained")
+        if title:
+            figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=INK)
         return figure, figure.subplots(rows, columns)
 
 

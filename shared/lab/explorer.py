@@ -41,7 +41,7 @@ class Explorer:
 
     def static(self) -> Html:
         """The figure for the values that it starts with."""
-        return panel(strong(self.title), Html(self.render(self.fields.defaults())))
+        return panel(strong(self.title), self.fields.stated(), Html(self.render(self.fields.defaults())))
 
     def show(self, text: str | None = None) -> None:
         """Display the figure with its static form."""

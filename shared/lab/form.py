@@ -8,7 +8,7 @@ from typing import Any
 
 import ipywidgets as widgets
 
-from shared.lab.markup import ACCENT, note, panel, rich, strong, tag
+from shared.lab.markup import ACCENT, Html, join, note, panel, rich, strong, tag
 
 WIDE = widgets.Layout(width="auto", min_width="16em", max_width="44em", flex="1 1 auto")
 
@@ -118,6 +118,11 @@ class Form:
         """The parsed values that the figure starts with."""
         return {field.name: field.parse(field.value) for field in self.fields}
 
+    def stated(self) -> Html:
+        """The values that the figure starts with, in one line, for its static form."""
+        words = (f"{field.label}: {_in_words(field.value)}" for field in self.fields)
+        return note(join(words, " · ")) if self.fields else Html("")
+
     def complain(self, words: str) -> None:
         """Show what is wrong with the input; an empty string clears it."""
         style = f"border-left:3px solid {ACCENT};padding:2px 8px"
@@ -143,6 +148,12 @@ class Form:
         if not field.help:
             return control
         return widgets.VBox([control, widgets.HTML(value=panel(note(rich(field.help))))])
+
+
+def _in_words(value: object) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return " / ".join(str(value).splitlines())
 
 
 def whole(low: int = 0, high: int | None = None) -> Callable[[str], int]:

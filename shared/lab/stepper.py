@@ -61,7 +61,7 @@ class Stepper:
         self._draw()
         blocks = [tag("section", join([note(f"Step {step} of {self._known()}"), Html(self.frames[step])]),
                       "margin:0 0 10px") for step in chosen]
-        return panel(strong(self.title), *blocks)
+        return panel(strong(self.title), self.fields.stated(), *blocks)
 
     def show(self, steps: Sequence[int] = (0, -1), text: str | None = None) -> None:
         """Display the simulator with its static form: `Stepper(...).show(steps=(0, 3, -1))`."""

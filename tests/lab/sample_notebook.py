@@ -60,10 +60,10 @@ Explorer(cost, [Slider("layers", "Layers", 30, 1, 80), Slider("heads", "KV heads
 '''
 CHART = '''
 from shared.lab.charts import chart, to_png
-figure, axes = chart()
+figure, axes = chart(title="Positions run")
 for power in (1, 2):
     axes.plot(range(1, 9), [n**power for n in range(1, 9)], label=f"n^{power}")
-axes.set(title="Positions run", xlabel="new tokens", ylabel="positions")
+axes.set(xlabel="new tokens", ylabel="positions")
 axes.legend(frameon=False)
 show(png=to_png(figure), text="Two curves: n and n squared.")
 '''

@@ -138,6 +138,7 @@ def test_an_explorer_redraws_and_keeps_the_last_good_figure():
     e = Explorer(draw, [
         Slider("top", "Top", 2, 1, 9), Choice("kind", "Kind", "a", ["a", "b"]), Switch("on", "On"),
         Slider("t", "Temperature", 1.0, 0.0, 2.0, 0.1), Field("text", "Text", "x", some_text(5))])
+    assert "Top: 2 · Kind: a · On: off · Temperature: 1.0 · Text: x" in e.static()
     assert "2 a False 1.0 x" in e.frame.value and "2 a False 1.0 x" in e.static()
     e.fields["top"].value, e.fields["kind"].value, e.fields["on"].value = 3, "b", True
     assert "3 b True 1.0 x" in e.frame.value
