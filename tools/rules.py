@@ -162,7 +162,7 @@ def _place(notebook: Notebook, kind: str, pattern: str) -> tuple[int, int] | Non
 
 
 def exercises(notebook: Notebook) -> Iterator[str]:
-    found = list(notebook.exercises()) if notebook.chapter != "00" else []
+    found = list(notebook.exercises())
     numbered = [exercise for exercise in found if exercise.is_numbered]
     numbers = [exercise.number for exercise in numbered]
     if notebook.chapter != "00" and len(numbered) not in (2, 3):
