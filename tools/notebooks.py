@@ -93,7 +93,7 @@ class Notebook:
         cells = [{**cell, "source": cell["source"].splitlines(keepends=True)} for cell in self.cells]
         text = json.dumps({**self.content, "cells": cells}, indent=1, ensure_ascii=False, sort_keys=True)
         draft = self.path.with_suffix(".draft")
-        draft.write_text(text + "\n", encoding="utf-8")
+        draft.write_text(text + "\n", encoding="utf-8", newline="\n")
         os.replace(draft, self.path)
 
     def where(self, cell: dict) -> str:

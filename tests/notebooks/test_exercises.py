@@ -22,7 +22,7 @@ each_exercise = pytest.mark.parametrize("exercise", EXERCISES)
 
 def solved(exercise: Exercise) -> Any:
     """What the solution defines, executed in an empty namespace."""
-    namespace = {"__name__": "solution"}
+    namespace = {"__name__": "__main__"}
     exec(compile(exercise.solution, f"solution {exercise.number}", "exec"), namespace)
     return namespace[exercise.function]
 
@@ -33,7 +33,7 @@ def unsolved(exercise: Exercise) -> Any:
     tree = ast.parse("from __future__ import annotations\n" + exercise.stub)
     future, *rest = (node for node in tree.body if defined_name(node) or isinstance(node, IMPORTS))
     tree.body = [future, *(node for node in imports if getattr(node, "module", "") != "__future__"), *rest]
-    namespace = {"__name__": "stub"}
+    namespace = {"__name__": "__main__"}
     exec(compile(tree, f"stub {exercise.number}", "exec"), namespace)
     return namespace[exercise.function]
 
