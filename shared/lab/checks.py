@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shared.lab.chapters import chapter_module
-from shared.lab.judging import Wrong, _named
+from shared.lab.judging import Wrong, describe_error
 from shared.lab.progress import record_pass
 
 
@@ -61,7 +61,7 @@ def judge(exercise: str, fn: Any, check: Check | None = None) -> Verdict:
     except Wrong as wrong:
         return Verdict(exercise, attempted=True, passed=False, words=str(wrong))
     except Exception as raised:
-        words = f"Your function's result could not be used: {_named(raised, check.judge).split(' (line')[0]}."
+        words = f"Your function's result could not be used: {describe_error(raised, check.judge).split(' (line')[0]}."
         return Verdict(exercise, attempted=True, passed=False, words=words)
     if isinstance(outcome, Score):
         return Verdict(exercise, True, True, f"{str(outcome)[:1].upper()}{str(outcome)[1:]}.", outcome)

@@ -61,7 +61,7 @@ def expect_error(fn: Callable, args: tuple, error: type[BaseException], *, case:
     except (NotImplementedError, Wrong):
         raise
     except Exception as raised:
-        named = _named(raised, fn)
+        named = describe_error(raised, fn)
         raise Wrong(f"{where} your function raised {named}; expected {error.__name__}.") from raised
     raise Wrong(f"{where} your function returned {short(got)}; expected it to raise {error.__name__}.")
 
@@ -75,7 +75,7 @@ def call(fn: Callable, *args: Any, kwargs: Mapping[str, Any] | None = None, case
     except (NotImplementedError, Wrong):
         raise
     except Exception as raised:
-        raise Wrong(f"{where} your function raised {_named(raised, fn)}.") from raised
+        raise Wrong(f"{where} your function raised {describe_error(raised, fn)}.") from raised
 
 
 def same(got: object, want: object, tolerance: float = 1e-6) -> bool:
@@ -129,7 +129,7 @@ def _first(got: object, want: object, tolerance: float) -> str:
     return f" The first difference is item {i}: {short(got[i])} instead of {short(want[i])}."
 
 
-def _named(raised: BaseException, fn: Callable) -> str:
+def describe_error(raised: BaseException, fn: Callable) -> str:
     """`IndexError: list index out of range (line 3 of its cell)`."""
     home = getattr(inspect.unwrap(fn), "__code__", None)
     line, frame = None, raised.__traceback__

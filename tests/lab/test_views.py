@@ -2,7 +2,12 @@ from __future__ import annotations
 
 import re
 
+from shared.block_manager import BlockManager
 from shared.lab import views
+from shared.request import Request
+from shared.sampling_params import SamplingParams
+from shared.scheduler import Scheduler
+from shared.trace import Trace
 from tests.lab.records import RECORDS, record
 from tests.lab.test_markup import assert_balanced
 
@@ -69,3 +74,35 @@ def test_names_of_requests_are_escaped_in_every_view():
 
 def test_views_of_nothing():
     assert_balanced(views.timeline([]) + views.step_table([]))
+
+
+def engine_without_model(num_blocks: int, max_tokens: int) -> Trace:
+    """The real scheduler and block manager, stepped to the end; every sampled token is 7."""
+    scheduler, trace = Scheduler(BlockManager(num_blocks, block_size=4), max_num_batched_tokens=32), Trace()
+    for name in ("a", "b", "c"):
+        scheduler.add(Request(name, [1] * 6, SamplingParams(max_tokens=max_tokens), max_tokens))
+    while scheduler.waiting or scheduler.running:
+        assert len(trace.steps) < 50
+        output = scheduler.schedule()
+        scheduler.update(output)
+        sampled = [item.request for item in output.scheduled if item.samples]
+        done = [request for request in sampled if request.append(7)]
+        for request in done:
+            scheduler.finish(request, "length")
+        trace.record(scheduler, output, {request.request_id: 7 for request in sampled}, sampled, 0.0)
+    return trace
+
+
+def test_the_views_read_what_the_real_scheduler_recorded():
+    steps = engine_without_model(num_blocks=5, max_tokens=5).steps
+    cells = views.timeline_cells(steps)
+    assert list(cells) == ["a", "b", "c"]
+    assert cells["a"] == ["P6", "D", "D", "D", "D"] + ["–"] * (len(steps) - 5)
+    assert "X" in cells["b"] + cells["c"] and "W" in cells["c"]
+    decodes = sum(cell == "D" for row in cells.values() for cell in row)
+    prefills = sum(cell.startswith("P") for row in cells.values() for cell in row)
+    assert decodes + prefills == sum(len(step.scheduled) for step in steps)
+    for step in steps:
+        assert sum(views.block_fill(step).values()) == sum(step.computed.values())
+        for drawn in (views.timeline(steps), views.block_grid(step), views.reasons_table(step)):
+            assert_balanced(drawn)
