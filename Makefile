@@ -14,6 +14,8 @@ NOTEBOOK_FOLDERS := $(sort $(dir $(wildcard beginner/*.ipynb intermediate/*.ipyn
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
+# Threads that wait sleep: on a busy machine, spinning costs more than it gains.
+export OMP_WAIT_POLICY ?= passive
 
 .NOTPARALLEL:
 .PHONY: help lab test environment model check unit notebooks clean

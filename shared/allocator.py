@@ -8,7 +8,7 @@ from shared.request import Request
 
 
 class Allocator(Protocol):
-    """Who owns which slot of the cache. Token i lies in `block_table[i // block_size] * block_size + i % block_size`."""
+    """Who owns which slot: token i of a request has `block_table[i // block_size] * block_size + i % block_size`."""
 
     block_size: int
     num_blocks: int

@@ -87,7 +87,8 @@ class RaggedAttention:
         self.cache, self.batch = cache, batch
         starts = list(accumulate(batch.query_lens, initial=0))
         single = [i for i, n in enumerate(batch.query_lens) if n == 1]
-        self.pieces = [(starts[i], starts[i + 1], *self._prompt_view(i)) for i, n in enumerate(batch.query_lens) if n > 1]
+        longer = [i for i, n in enumerate(batch.query_lens) if n > 1]
+        self.pieces = [(starts[i], starts[i + 1], *self._prompt_view(i)) for i in longer]
         self.decode_tokens = torch.tensor([starts[i] for i in single], device=batch.input_ids.device)
         if single:
             self.decode_slots, self.decode_mask = self._decode_view(torch.tensor(single, device=batch.input_ids.device))

@@ -18,7 +18,6 @@ from shared.sampling_params import SamplingParams, check_integer
 from shared.scheduler import ScheduledRequest, Scheduler
 from shared.trace import Trace
 
-
 Choose = Callable[[Tensor, Sequence[SamplingState]], list[SampledToken]]
 
 

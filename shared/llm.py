@@ -130,6 +130,7 @@ class LLM:
         runner = ModelRunner(self.model, cache, args.attention_backend)
         self.engine = Engine(runner, scheduler, self.tokenizer, limits, trace=trace, seed=args.seed)
         self._requests = 0
+        self._ready: dict[str, list[RequestOutput]] = {}  # outputs that their stream has not taken yet
 
     def generate(
         self, prompts: Any, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -153,41 +154,59 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Yield each request's output whenever it grows; closing the iterator aborts what is unfinished."""
         prompts = prompt_list(prompts)
-        names: set[str] = set()
+        names: list[str] = []
         try:
             for prompt, params in zip(prompts, params_list(sampling_params, len(prompts))):
                 name, self._requests = str(self._requests), self._requests + 1
-                self.engine.add_request(name, prompt["prompt"], params, cache_salt=prompt.get("cache_salt", ""))
-                names.add(name)
+                self.engine.add_request(name, prompt["prompt"], params, cache_salt=prompt["cache_salt"])
+                names.append(name)
+                self._ready[name] = []
             while names:
-                for output in self.engine.step():
-                    if output.request_id in names:
-                        names -= {output.request_id} if output.finished else set()
-                        yield output
+                for output in self._take_outputs(names):
+                    if output.finished:
+                        names.remove(output.request_id)
+                    yield output
         finally:
             for name in names:
                 self.engine.abort(name)
+                self._ready.pop(name, None)
+
+    def _take_outputs(self, names: Sequence[str]) -> list[RequestOutput]:
+        """Step until one of these requests has something to report; what others report waits for their stream."""
+        while not any(self._ready[name] for name in names):
+            for output in self.engine.step():
+                if output.request_id in self._ready:
+                    self._ready[output.request_id].append(output)
+        taken = [output for name in names for output in self._ready[name]]
+        for output in taken:
+            if output.finished:
+                del self._ready[output.request_id]
+            else:
+                self._ready[output.request_id].clear()
+        return taken
 
     def chat(self, messages: Any, sampling_params: SamplingParams | None = None) -> list[RequestOutput]:
         """Answer one conversation or a list of them; without options, up to the model's length."""
         conversations = messages if messages and isinstance(messages[0], (list, tuple)) else [messages]
-        prompts = [self.tokenizer.apply_chat_template(conversation) for conversation in conversations]
-        return self.generate([self.tokenizer.encode(p) for p in prompts], sampling_params or SamplingParams(max_tokens=None))
+        prompts = [self.tokenizer.encode_chat(conversation) for conversation in conversations]
+        return self.generate(prompts, sampling_params or SamplingParams(max_tokens=None))
 
 
 def prompt_list(prompts: Any) -> list[dict[str, Any]]:
     """One prompt or several, as strings, token ids or vLLM's dicts, all as {"prompt": text or ids, ...}."""
-    if isinstance(prompts, (str, Mapping)) or (isinstance(prompts, (list, tuple)) and prompts and isinstance(prompts[0], int)):
+    is_list = isinstance(prompts, (list, tuple))
+    if isinstance(prompts, (str, Mapping)) or (is_list and prompts and isinstance(prompts[0], int)):
         prompts = [prompts]
     if not isinstance(prompts, (list, tuple)):
         raise InvalidRequestError("prompts", prompts, "a string, a list of token ids, or a list of those")
-    return [prompt_dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt} for prompt in prompts]
+    return [prompt_dict(prompt if isinstance(prompt, Mapping) else {"prompt": prompt}) for prompt in prompts]
 
 
 def prompt_dict(prompt: Mapping[str, Any]) -> dict[str, Any]:
     unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
     if unknown or ("prompt" in prompt) == ("prompt_token_ids" in prompt):
-        raise InvalidRequestError("prompt", dict(prompt), "a dict with prompt or prompt_token_ids, and maybe cache_salt")
+        limit = "a dict with prompt or prompt_token_ids, and maybe cache_salt"
+        raise InvalidRequestError("prompt", dict(prompt), limit)
     text_or_ids = prompt["prompt"] if "prompt" in prompt else prompt["prompt_token_ids"]
     return {"prompt": text_or_ids, "cache_salt": prompt.get("cache_salt", "")}
 

@@ -15,7 +15,6 @@ from shared.allocator import Allocator
 from shared.errors import InvalidRequestError
 from shared.request import Request, RequestStatus
 
-
 Policy = Callable[[Request], Any]
 
 

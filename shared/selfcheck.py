@@ -17,7 +17,8 @@ def main() -> int:
         return 1
     try:
         llm = LLM()
-        answer = llm.chat([{"role": "user", "content": QUESTION}], SamplingParams(temperature=0, max_tokens=40))[0].outputs[0].text
+        greedy = SamplingParams(temperature=0, max_tokens=40)
+        answer = llm.chat([{"role": "user", "content": QUESTION}], greedy)[0].outputs[0].text
     except EngineError as error:
         print(f"self-check failed: {error}", file=sys.stderr)
         return 1

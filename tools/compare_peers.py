@@ -25,7 +25,10 @@ def workload(n: int = 32, low: int = 16, high: int = 256, vocab: int = 10000, se
     """Prompts of token ids and the number of tokens wanted."""
     draw = random.Random(seed)
     return [
-        {"prompt": [draw.randint(3, vocab) for _ in range(draw.randint(low, high))], "max_tokens": draw.randint(low, high)}
+        {
+            "prompt": [draw.randint(3, vocab) for _ in range(draw.randint(low, high))],
+            "max_tokens": draw.randint(low, high),
+        }
         for _ in range(n)
     ]
 

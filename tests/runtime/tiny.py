@@ -1,6 +1,7 @@
 """Tiny random models of each family, a toy tokenizer and a scripted runner: what the runtime tests stand on."""
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,6 +31,7 @@ VARIANTS = {
     "llama": ("Llama", {}),
     "llama-tied": ("Llama", dict(tie_word_embeddings=True)),
     "llama3-rope": ("Llama", dict(rope_parameters=LLAMA3_ROPE)),
+    "llama-rope-theta": ("Llama", dict(rope_parameters=dict(rope_type="default", rope_theta=500.0))),
     "llama-head-dim-null": ("Llama", dict(head_dim=None)),
     "llama-biases": ("Llama", dict(attention_bias=True, mlp_bias=True)),
     "qwen2.5": ("Qwen2", dict(tie_word_embeddings=False)),
@@ -56,6 +58,30 @@ def make_hf(variant: str, seed: int = 0):
 
 def save_hf(variant: str, folder: Path, seed: int = 0) -> Path:
     make_hf(variant, seed).save_pretrained(folder)
+    return folder
+
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def save_tokenizer(folder: Path) -> Path:
+    """A byte-level tokenizer: three special tokens, then one token for each printable ASCII character."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    from shared.bpe import bytes_to_alphabet
+
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    plain = [bytes_to_alphabet(bytes([byte])) for byte in (10, *range(32, 127))]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(special + plain)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(special)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"eos_token": special[EOS], "bos_token": special[1], "chat_template": CHAT_TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
 
 

@@ -18,7 +18,8 @@ CHAPTERS = {
     "trace": "07", "batch": "08", "engine": "08", "llm": "08", "block_manager": "09", "prefix_cache": "10",
 }  # fmt: skip
 CONTROL_PLANE = {
-    "sampling_params", "request", "output", "allocator", "scheduler", "trace", "block_manager", "prefix_cache", "errors",
+    "errors", "sampling_params", "request", "output", "allocator", "scheduler", "trace", "block_manager",
+    "prefix_cache",
 }  # fmt: skip
 
 
@@ -69,9 +70,10 @@ def render_step(inputs: Mapping[str, Any]) -> Html:
     reading, arithmetic = seconds_per_step(parameters, size, inputs["rows"], machine)
     slower = max(reading, arithmetic)
     limit = "memory" if reading >= arithmetic else "arithmetic"
+    needs = {"memory": ("read every weight once", reading), "arithmetic": ("do the arithmetic", arithmetic)}
     rows = [
-        ["read every weight once", f"{reading * 1e3:.2f} ms", bar(reading / slower, "the limit" if limit == "memory" else "")],
-        ["do the arithmetic", f"{arithmetic * 1e3:.2f} ms", bar(arithmetic / slower, "the limit" if limit != "memory" else "")],
+        [what, f"{seconds * 1e3:.2f} ms", bar(seconds / slower, "the limit" if name == limit else "")]
+        for name, (what, seconds) in needs.items()
     ]
     words = (f"At best {inputs['rows'] / slower:,.0f} tokens a second for {inputs['rows']} "
              f"{'request' if inputs['rows'] == 1 else 'requests'} at once: {limit} is the limit.")
@@ -108,7 +110,7 @@ QUIZ = [
             "once": "One run gives scores for one next token, not for a whole answer.",
             "20 times": "The prompt goes in as a whole: all its tokens are in the first run.",
             "100 times": "One run for each token that is written. The first run also takes in the whole prompt.",
-            "120 times": "Prompt tokens need no run of their own; they are known, so all go through the first run together.",
+            "120 times": "Prompt tokens need no runs of their own: all are known, so they share the first.",
         },
         compute=lambda: f"{len(range(100))} times",
     ),
