@@ -67,7 +67,7 @@ class Course:
 
     @cached_property
     def notebooks(self) -> list[Notebook]:
-        found = sorted(path for folder in FOLDERS for path in (self.root / folder).glob("[0-9][0-9]_*.ipynb"))
+        found = (path for folder in FOLDERS for path in (self.root / folder).glob("[0-9][0-9]_*.ipynb"))
         return [Notebook(path) for path in sorted(found, key=lambda path: path.name)]
 
     @cached_property
@@ -239,7 +239,7 @@ def run(paths: list[Path]) -> int:
     """Run notebooks one after another; 1 if any fails, which is then left as it was."""
     from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
-    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": "passive"}
     failed = 0
     for path in paths:
         with tempfile.TemporaryDirectory() as folder:

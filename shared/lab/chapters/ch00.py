@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shared.lab import Check, Choice, Explorer, Question, Score, Slider, expect
+from shared.lab import Check, Choice, Explorer, Question, Score, Slider, call, expect, fail, same
 from shared.lab.markup import Html, bar, join, mono, note, table
 
 RUNTIME = Path(__file__).parents[2]
@@ -97,7 +97,10 @@ def judge_tokens_per_second(fn: Any) -> Score | str | None:
     """Exercise 00.1: the highest speed that the memory of a machine allows."""
     for parameters, size, bandwidth in ((1_000_000, 4, 10.0), (135_000_000, 2, 33.0), (8_000_000_000, 0.5, 3350.0)):
         case = f"for {parameters:,} weights of {size} bytes at {bandwidth} GB/s"
-        expect(fn, (parameters, size, bandwidth), bandwidth * 1e9 / (parameters * size), case=case, tolerance=1e-3)
+        want = bandwidth * 1e9 / (parameters * size)
+        if same(call(fn, parameters, size, bandwidth, case=case) * want, 1.0, 1e-3):
+            fail(f"{case[0].upper()}{case[1:]}, your function returned seconds for a token, not tokens for a second.")
+        expect(fn, (parameters, size, bandwidth), want, case=case, tolerance=1e-3)
     return None
 
 
