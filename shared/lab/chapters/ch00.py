@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.lab import Check, Choice, Explorer, Question, Score, Slider, call, expect, fail, same
-from shared.lab.markup import Html, bar, join, mono, note, table
+from shared.lab.markup import Html, bar, join, mono, note, rich, table
 
 RUNTIME = Path(__file__).parents[2]
 CHAPTERS = {
@@ -30,7 +30,7 @@ def map_of_files() -> Html:
         path = RUNTIME / f"{name}.py"
         if path.exists():
             plane = "control" if name in CONTROL_PLANE else "data"
-            rows.append([mono(f"{name}.py"), plane, chapter, first_line(path)])
+            rows.append([mono(f"{name}.py"), plane, chapter, rich(first_line(path))])
     return join([table(["file", "plane", "chapter", "what it is"], rows)])
 
 
