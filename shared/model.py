@@ -73,6 +73,8 @@ def model_family(config: dict[str, Any]) -> str:
         if name in ARCHITECTURES:
             if config.get("use_sliding_window"):
                 raise ModelLoadError("use_sliding_window: true is not supported, only full attention")
+            if config.get("hidden_act", "silu") != "silu":
+                raise ModelLoadError(f"hidden_act: {config['hidden_act']!r} is not supported, only 'silu'")
             return ARCHITECTURES[name]
     raise ModelLoadError(f"architectures: {config.get('architectures')} is not one of {sorted(ARCHITECTURES)}")
 
@@ -84,6 +86,9 @@ def rope_scaling(rope: dict[str, Any]) -> dict[str, Any] | None:
         return None
     if kind != "llama3":
         raise ModelLoadError(f"rope_scaling: type {kind!r} is not supported, only 'default' and 'llama3'")
+    wanted = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    if any(name not in rope for name in wanted):
+        raise ModelLoadError(f"rope_scaling: type 'llama3' needs {', '.join(wanted)}, got {sorted(rope)}")
     return dict(rope)
 
 

@@ -121,7 +121,10 @@ def load_model(
     from shared.model import ModelConfig, Transformer
 
     path = resolve(name)
-    config = ModelConfig.from_dict(read_config(path))
+    try:
+        config = ModelConfig.from_dict(read_config(path))
+    except KeyError as error:
+        raise ModelLoadError(f"{path / 'config.json'} lacks {error}") from error
     with torch.device("meta"):  # shapes without memory; each tensor gets its memory when it is read
         model = Transformer(config)
     load_weights(model, path, dtype or torch.float32, device)

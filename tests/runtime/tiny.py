@@ -71,10 +71,11 @@ def save_tokenizer(folder: Path) -> Path:
     """A byte-level tokenizer: three special tokens, then one token for each printable ASCII character."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    from shared.bpe import bytes_to_alphabet
+    from shared.bpe import byte_alphabet
 
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    plain = [bytes_to_alphabet(bytes([byte])) for byte in (10, *range(32, 127))]
+    character = {byte: text for text, byte in byte_alphabet().items()}
+    plain = [character[byte] for byte in (10, *range(32, 127))]
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(special + plain)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
