@@ -10,6 +10,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 START := beginner/00_start_here.ipynb
 IN_RANGE := import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))
+FETCH_MODEL := from shared.weights import DEFAULT_MODEL, resolve; print("Model:", resolve(DEFAULT_MODEL))
 NOTEBOOK_FOLDERS := $(sort $(dir $(wildcard beginner/*.ipynb intermediate/*.ipynb advanced/*.ipynb)))
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -40,11 +41,12 @@ $(STAMP): pyproject.toml constraints.txt
 	}
 	$(PY) -m pip install --quiet $(PIP_FLAGS) "pip>=23.1"
 	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt -e ".[serve,dev]"
-	@$(PY) -m jupyter labextension disable --level=sys_prefix "@jupyterlab/apputils-extension:announcements"
+	@said=$$($(PY) -m jupyter labextension disable --level=sys_prefix \
+	  "@jupyterlab/apputils-extension:announcements" 2>&1) || { echo "$$said" >&2; exit 1; }
 	@touch $@
 
 model: $(STAMP)
-	@$(PY) -m shared.weights
+	@$(PY) -c '$(FETCH_MODEL)'
 
 lab: $(STAMP) model
 	@$(PY) -m shared.selfcheck

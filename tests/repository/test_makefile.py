@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make
 FAKE = """#!/bin/sh
 case "$1" in
   --version) echo "Python {name}" ;;
-  -c) {answer} ;;
+  -c) case "$2" in *sys.version_info*) {answer} ;; *secrets*) echo token ;; *resolve*) echo resolve >> log ;; esac ;;
   -m) shift
     case "$1" in
       venv) {venv}; mkdir -p .venv/bin; cat "$0" > .venv/bin/python; chmod +x .venv/bin/python ;;
@@ -104,7 +104,7 @@ def test_lab_stops_after_the_self_check_where_nobody_looks(project, headless):
     assert done.returncode == 0, done.stderr
     calls = [line.split()[0] for line in (project / "log").read_text(encoding="utf-8").splitlines()]
     started = ["jupyterlab"] if headless != "1" else []
-    assert calls == ["pip", "pip", "jupyter", "shared.weights", "shared.selfcheck", *started]
+    assert calls == ["pip", "pip", "jupyter", "resolve", "shared.selfcheck", *started]
     address = "http://127.0.0.1:9001/lab/tree/beginner/00_start_here.ipynb?token="
     assert (address in done.stdout) == bool(started)
 
