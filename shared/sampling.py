@@ -76,7 +76,7 @@ def adjust(logits: Tensor, states: Sequence[SamplingState]) -> Tensor:
     adjusted = logits
     for row, state in enumerate(states):
         params, output = state.sampling_params, state.output_token_ids
-        held_back = list(state.stop_token_ids) if len(output) < params.min_tokens else []
+        held_back = early_ends(state, logits.shape[-1])
         penalised = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1, 0, 0)
         if not (held_back or params.logit_bias or penalised):
             continue
@@ -87,6 +87,13 @@ def adjust(logits: Tensor, states: Sequence[SamplingState]) -> Tensor:
         if penalised:
             adjusted[row] = penalise(adjusted[row], params, state.prompt_token_ids, output)
     return adjusted
+
+
+def early_ends(state: SamplingState, vocab_size: int) -> list[int]:
+    """End tokens that may not come yet: those below min_tokens, unless no other token would be left."""
+    ends = set(state.stop_token_ids)
+    early = len(state.output_token_ids) < state.sampling_params.min_tokens
+    return sorted(ends) if early and len(ends) < vocab_size else []
 
 
 def penalise(logits: Tensor, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]) -> Tensor:

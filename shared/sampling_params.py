@@ -43,10 +43,9 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._normalise()
-        self._check_counts()
-        self._check_distribution()
-        self._check_stops()
-        self._check_flags()
+        check_counts(self)
+        check_distribution(self)
+        check_stops_and_flags(self)
 
     @property
     def greedy(self) -> bool:
@@ -63,49 +62,52 @@ class SamplingParams:
             if getattr(self, field) == unset:
                 object.__setattr__(self, field, meaning)
 
-    def _check_counts(self) -> None:
-        check_integer("n", self.n, 1, 128)
-        check_integer("top_k", self.top_k, 0)
-        check_integer("min_tokens", self.min_tokens, 0)
-        for field, low, high in (
-            ("max_tokens", 1, None),
-            ("logprobs", 0, MAX_LOGPROBS),
-            ("prompt_logprobs", 0, MAX_LOGPROBS),
-            ("seed", -(2**63), 2**63 - 1),
-        ):
-            if getattr(self, field) is not None:
-                check_integer(field, getattr(self, field), low, high)
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InvalidRequestError("min_tokens", self.min_tokens, f"at most max_tokens={self.max_tokens}")
 
-    def _check_distribution(self) -> None:
-        check_number("temperature", self.temperature, 0.0, 100.0)
-        check_number("top_p", self.top_p, 0.0, 1.0)
-        check_number("min_p", self.min_p, 0.0, 1.0)
-        check_number("presence_penalty", self.presence_penalty, -1000.0, 1000.0)
-        check_number("frequency_penalty", self.frequency_penalty, -1000.0, 1000.0)
-        check_number("repetition_penalty", self.repetition_penalty, 0.0, 100.0)
-        for field in ("top_p", "repetition_penalty"):
-            if getattr(self, field) == 0:
-                raise InvalidRequestError(field, 0, "above 0")
-        bias = {} if self.logit_bias is None else self.logit_bias
-        if not isinstance(bias, Mapping):
-            raise InvalidRequestError("logit_bias", bias, "a mapping from token id to a number")
-        for token, value in bias.items():
-            check_integer("logit_bias", token, 0)
-            check_number("logit_bias", value, -100.0, 100.0)
+def check_counts(params: SamplingParams) -> None:
+    """The whole numbers: how many answers, tokens, alternatives."""
+    check_integer("n", params.n, 1, 128)
+    check_integer("top_k", params.top_k, 0)
+    check_integer("min_tokens", params.min_tokens, 0)
+    for field, low, high in (
+        ("max_tokens", 1, None),
+        ("logprobs", 0, MAX_LOGPROBS),
+        ("prompt_logprobs", 0, MAX_LOGPROBS),
+        ("seed", -(2**63), 2**63 - 1),
+    ):
+        if getattr(params, field) is not None:
+            check_integer(field, getattr(params, field), low, high)
+    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
+        raise InvalidRequestError("min_tokens", params.min_tokens, f"at most max_tokens={params.max_tokens}")
 
-    def _check_stops(self) -> None:
-        for text in self.stop:
-            if not isinstance(text, str) or not text:
-                raise InvalidRequestError("stop", text, "a non-empty string")
-        for token in self.stop_token_ids:
-            check_integer("stop_token_ids", token, 0)
 
-    def _check_flags(self) -> None:
-        for field in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
-            if not isinstance(getattr(self, field), bool):
-                raise InvalidRequestError(field, getattr(self, field), "True or False")
+def check_distribution(params: SamplingParams) -> None:
+    """What reshapes the distribution. A top_p of 0 would leave nothing to draw."""
+    check_number("temperature", params.temperature, 0.0, 100.0)
+    check_number("top_p", params.top_p, 0.0, 1.0)
+    check_number("min_p", params.min_p, 0.0, 1.0)
+    check_number("presence_penalty", params.presence_penalty, -1000.0, 1000.0)
+    check_number("frequency_penalty", params.frequency_penalty, -1000.0, 1000.0)
+    check_number("repetition_penalty", params.repetition_penalty, 0.01, 100.0)  # scores are divided by it
+    if params.top_p == 0:
+        raise InvalidRequestError("top_p", 0, "above 0")
+    bias = {} if params.logit_bias is None else params.logit_bias
+    if not isinstance(bias, Mapping):
+        raise InvalidRequestError("logit_bias", bias, "a mapping from token id to a number")
+    for token, value in bias.items():
+        check_integer("logit_bias", token, 0)
+        check_number("logit_bias", value, -100.0, 100.0)
+
+
+def check_stops_and_flags(params: SamplingParams) -> None:
+    """Stop strings, stop tokens, and the switches."""
+    for text in params.stop:
+        if not isinstance(text, str) or not text:
+            raise InvalidRequestError("stop", text, "a non-empty string")
+    for token in params.stop_token_ids:
+        check_integer("stop_token_ids", token, 0)
+    for field in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+        if not isinstance(getattr(params, field), bool):
+            raise InvalidRequestError(field, getattr(params, field), "True or False")
 
 
 def check_integer(field: str, value: Any, low: int, high: int | None = None) -> None:
