@@ -166,8 +166,9 @@ def render_merges(state: MergeState, index: int) -> Html:
         left, right = state.done[-1]
         head += f" Joined: {shown(left)} + {shown(right)}."
     rows = [[mono(f"{shown(a)} + {shown(b)}"), number] for (a, b), number in state.candidates]
-    caption = "Next: the most frequent pair" if learning else "Next: the pair that was learned first"
-    following = table(["pair", "how often" if learning else "rank"], rows, caption=caption, lit=[0])
+    caption = "Next: the most frequent pair; of equals, the one seen first." if learning else \
+        "Next: the pair that was learned first."
+    following = join([note(caption), table(["pair", "how often" if learning else "rank"], rows, lit=[0])])
     words = [_word(word, times, state, learning) for word, times in state.words[:24]]
     more = [note(f"and {len(state.words) - 24} more words")] if len(state.words) > 24 else []
     spelled = tag("div", join(words), "display:flex;flex-wrap:wrap;gap:0 14px")
@@ -313,7 +314,7 @@ def _roles(messages: Sequence[Any]) -> str:
     return f"{len(roles)} messages ({', '.join(roles)})" if roles else "nothing"
 
 
-STREAMED = ["Hi 👋", "Grüße!", "naïve — done 🎉", "日本", "plain text in a few tokens", ""]
+STREAMED = ["Hi 👋", "Grüße!", "naïve — done 🎉", "日本", "plain text in a few tokens", "a \ufffd", ""]
 
 
 def judge_stream(fn: Callable) -> None:
