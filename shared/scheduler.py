@@ -83,9 +83,9 @@ class Scheduler:
         if max_num_batched_tokens < max_num_seqs:
             limit = f"at least max_num_seqs={max_num_seqs}, so that each running request can advance"
             raise InvalidRequestError("max_num_batched_tokens", max_num_batched_tokens, limit)
-        if isinstance(policy, str) and policy not in POLICIES:
+        if not callable(policy) and policy not in list(POLICIES):
             raise InvalidRequestError("policy", policy, f"one of {sorted(POLICIES)}")
-        self.allocator, self.policy = allocator, POLICIES[policy] if isinstance(policy, str) else policy
+        self.allocator, self.policy = allocator, policy if callable(policy) else POLICIES[policy]
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.enable_chunked_prefill = enable_chunked_prefill
         self.waiting: list[Request] = []
@@ -93,13 +93,23 @@ class Scheduler:
         self._arrivals = 0
 
     def add(self, request: Request) -> None:
-        """Queue a new request; raises InvalidRequestError if it could never fit in the cache."""
-        needed = self.allocator.blocks_for(request.max_num_tokens)
-        if needed > self.allocator.num_blocks:
-            limit = f"the cache has {self.allocator.num_blocks} blocks of {self.allocator.block_size} slots"
-            raise InvalidRequestError("request", f"{request.max_num_tokens} tokens in {needed} blocks", limit)
+        """Queue a new request; raises InvalidRequestError if it could never run."""
+        self.check_fits(request.max_num_tokens)
         request.arrival_order, self._arrivals = self._arrivals, self._arrivals + 1
         bisect.insort(self.waiting, request, key=self._rank)
+
+    def check_fits(self, num_tokens: int) -> None:
+        """Raise InvalidRequestError for a request that could outgrow the cache, or a step if it may not be cut.
+
+        The tokens still to come count as well: after a preemption they are computed again like a prompt.
+        """
+        needed, allocator = self.allocator.blocks_for(num_tokens), self.allocator
+        if needed > allocator.num_blocks:
+            limit = f"within the cache, which has {allocator.num_blocks} blocks of {allocator.block_size} slots"
+            raise InvalidRequestError("request", f"{num_tokens} tokens in {needed} blocks", limit)
+        if not self.enable_chunked_prefill and num_tokens > self.max_num_batched_tokens:
+            limit = f"at most max_num_batched_tokens={self.max_num_batched_tokens} tokens without chunked prefill"
+            raise InvalidRequestError("request", f"{num_tokens} tokens", limit)
 
     def schedule(self) -> SchedulerOutput:
         """Decide one step. Running requests come first; nobody is admitted in a step that had to preempt."""
