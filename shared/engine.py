@@ -70,6 +70,7 @@ class Engine:
         self._check_arguments(request_id, prompt, params, priority, cache_salt)
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         max_tokens, eos = self.limits.check(ids, params), frozenset(self.tokenizer.eos_token_ids)
+        self.scheduler.check_fits(len(ids) + max_tokens)
         group = RequestGroup(request_id, prompt if isinstance(prompt, str) else None)
         for index, seed in enumerate(self._seeds(params)):
             name = request_id if params.n == 1 else f"{request_id}.{index}"
@@ -78,7 +79,7 @@ class Engine:
             detokenizer = self.tokenizer.detokenizer(params.skip_special_tokens)
             text = OutputText(detokenizer, params.stop, params.include_stop_str_in_output)
             group.answers.append(Answer(request, text, group))
-        for answer in group.answers:  # all of one size: the first is refused, or none is
+        for answer in group.answers:
             self.scheduler.add(answer.request)
             self._answers[answer.request] = answer
         self.groups[request_id] = group
@@ -127,7 +128,8 @@ class Engine:
             return {}
         now = self.clock()
         for item in scheduled:
-            item.request.times.first_scheduled = item.request.times.first_scheduled or now
+            times = item.request.times
+            times.first_scheduled = now if times.first_scheduled is None else times.first_scheduled
         logits = self.runner.execute(scheduled, self.scheduler.allocator.block_size)
         counts = [num_wanted_rows(item) for item in scheduled]
         ends = list(accumulate(counts))
@@ -143,8 +145,9 @@ class Engine:
 
     def _add_token(self, request: Request, token: SampledToken) -> None:
         """Record a sampled token; the request ends if the token, its text or the length says so."""
-        request.times.last_token = self.clock()
-        request.times.first_token = request.times.first_token or request.times.last_token
+        times = request.times
+        times.last_token = self.clock()
+        times.first_token = times.last_token if times.first_token is None else times.first_token
         if token.logprobs is not None:
             request.logprobs.append(token.logprobs)
         try:
