@@ -25,41 +25,44 @@ class OutputText:
     def __init__(self, detokenizer: Detokenizer, stop: Sequence[str] = (), include_stop: bool = False):
         self.detokenizer, self.stop, self.include_stop = detokenizer, stop, include_stop
         self.text = ""  # may be shown: no stop string can begin in it any more
-        self._held = ""  # might be the beginning of a stop string
+        self.held = ""  # might be the beginning of a stop string
+        self.num_exempt = 0  # its first characters in which a stop string may end: min_tokens did not let it count
 
     def push(self, token_id: int, check_stop: bool = True) -> str | None:
         """Add a token; returns the stop string that it completes, if any."""
-        self._held += self.detokenizer.push(token_id)
+        self.held += self.detokenizer.push(token_id)
         return self._search(check_stop)
 
     def finish(self, check_stop: bool = True) -> str | None:
         """No more tokens: release what was held, unless the last characters complete a stop string."""
-        self._held += self.detokenizer.flush()
+        self.held += self.detokenizer.flush()
         stop = self._search(check_stop)
         self.release()
         return stop
 
     def release(self) -> None:
         """Show what was held back; used when a request ends without its stop string."""
-        self.text, self._held = self.text + self._held, ""
+        self.text, self.held = self.text + self.held, ""
 
     def _search(self, check_stop: bool) -> str | None:
-        found = first_stop(self._held, self.stop) if check_stop else None
+        found = first_stop(self.held, self.stop, self.num_exempt) if check_stop else None
         if found is None:
-            keep = held_length(self._held, self.stop)
-            cut = len(self._held) - keep
-            self.text, self._held = self.text + self._held[:cut], self._held[cut:]
+            keep = held_length(self.held, self.stop)
+            cut = len(self.held) - keep
+            self.text, self.held = self.text + self.held[:cut], self.held[cut:]
+            self.num_exempt = max(0, self.num_exempt - cut) if check_stop else keep
             return None
         start, stop = found
-        self.text += self._held[: start + len(stop) if self.include_stop else start]
-        self._held = ""
+        self.text += self.held[: start + len(stop) if self.include_stop else start]
+        self.held = ""
         return stop
 
 
-def first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
-    """The stop string that is complete first, reading from the left, and where it starts."""
-    found = [(text.find(stop), stop) for stop in stops if stop in text]
-    return min(found, key=lambda hit: (hit[0] + len(hit[1]), hit[0]), default=None)
+def first_stop(text: str, stops: Sequence[str], after: int = 0) -> tuple[int, str] | None:
+    """The stop string that is complete first, but not within the first `after` characters; and where it starts."""
+    found = [(text.find(stop, max(0, after - len(stop) + 1)), stop) for stop in stops]
+    hits = [(start, stop) for start, stop in found if start >= 0]
+    return min(hits, key=lambda hit: (hit[0] + len(hit[1]), hit[0]), default=None)
 
 
 def held_length(text: str, stops: Sequence[str]) -> int:

@@ -1,7 +1,6 @@
 """How a request wants its tokens chosen and when it wants to stop. Pure Python; names are vLLM's."""
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,12 +67,9 @@ def check_counts(params: SamplingParams) -> None:
     check_integer("n", params.n, 1, 128)
     check_integer("top_k", params.top_k, 0)
     check_integer("min_tokens", params.min_tokens, 0)
-    for field, low, high in (
-        ("max_tokens", 1, None),
-        ("logprobs", 0, MAX_LOGPROBS),
-        ("prompt_logprobs", 0, MAX_LOGPROBS),
-        ("seed", -(2**63), 2**63 - 1),
-    ):
+    optional = (("max_tokens", 1, None), ("logprobs", 0, MAX_LOGPROBS), ("prompt_logprobs", 0, MAX_LOGPROBS),
+                ("seed", -(2**63), 2**63 - 1))  # fmt: skip
+    for field, low, high in optional:
         if getattr(params, field) is not None:
             check_integer(field, getattr(params, field), low, high)
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
@@ -119,7 +115,7 @@ def check_integer(field: str, value: Any, low: int, high: int | None = None) -> 
 
 
 def check_number(field: str, value: Any, low: float, high: float) -> None:
-    """Raise InvalidRequestError unless value is a finite number in [low, high]."""
+    """Raise InvalidRequestError unless value is a number in [low, high]."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or not low <= value <= high:
+    if not number or not low <= value <= high:  # NaN is in no range
         raise InvalidRequestError(field, value, f"a number from {low:g} to {high:g}")
