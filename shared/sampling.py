@@ -190,13 +190,13 @@ def top_logprobs(
     results: list[dict[int, Logprob] | None] = [None] * len(wanted)
     if not rows:
         return results
-    logprobs = logits[rows].float().log_softmax(-1)
-    top = logprobs.topk(min(max(wanted[i] or 0 for i in rows), logprobs.shape[-1]), dim=-1)
-    for j, row in enumerate(rows):
-        own = logprobs[j, tokens[row]]
-        found = {tokens[row]: Logprob(float(own), int((logprobs[j] > own).sum()) + 1)}
-        best = zip(top.indices[j].tolist(), top.values[j].tolist())
-        for rank, (token, value) in zip(range(1, (wanted[row] or 0) + 1), best):
+    for row, scores in zip(rows, logits[rows].float().log_softmax(-1)):
+        own, count = scores[tokens[row]], min(wanted[row], len(scores))
+        found = {tokens[row]: Logprob(float(own), int((scores > own).sum()) + 1)}
+        last = scores.topk(max(count, 1)).values[-1]
+        likely = (scores >= last).nonzero().squeeze(1)  # with all that tie, so that the lower ids come first
+        best = likely[scores[likely].argsort(descending=True, stable=True)[:count]]
+        for rank, (token, value) in enumerate(zip(best.tolist(), scores[best].tolist()), 1):
             found.setdefault(token, Logprob(value, rank))
         results[row] = found
     return results

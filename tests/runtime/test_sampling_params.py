@@ -109,4 +109,5 @@ def test_options_and_errors_survive_the_way_from_another_process():
     with pytest.raises(InvalidRequestError) as caught:
         SamplingParams(top_p=2)
     again = pickle.loads(pickle.dumps(caught.value))
-    assert (again.field, again.value, again.limit) == ("top_p", 2, caught.value.limit) and str(again) == str(caught.value)
+    assert (again.field, again.value, again.limit) == ("top_p", 2, caught.value.limit)
+    assert str(again) == str(caught.value)
