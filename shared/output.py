@@ -30,13 +30,11 @@ class OutputText:
 
     def push(self, token_id: int, check_stop: bool = True) -> str | None:
         """Add a token; returns the stop string that it completes, if any."""
-        self.held += self.detokenizer.push(token_id)
-        return self._search(check_stop)
+        return self._add(self.detokenizer.push(token_id), check_stop)
 
     def finish(self, check_stop: bool = True) -> str | None:
         """No more tokens: release what was held, unless the last characters complete a stop string."""
-        self.held += self.detokenizer.flush()
-        stop = self._search(check_stop)
+        stop = self._add(self.detokenizer.flush(), check_stop)
         self.release()
         return stop
 
@@ -44,13 +42,13 @@ class OutputText:
         """Show what was held back; used when a request ends without its stop string."""
         self.text, self.held = self.text + self.held, ""
 
-    def _search(self, check_stop: bool) -> str | None:
-        found = first_stop(self.held, self.stop, self.num_exempt) if check_stop else None
+    def _add(self, new: str, check_stop: bool) -> str | None:
+        known = len(self.held)
+        self.held += new
+        found = first_stop(self.held, self.stop, known) if check_stop else None
         if found is None:
-            keep = held_length(self.held, self.stop)
-            cut = len(self.held) - keep
+            cut = len(self.held) - held_length(self.held, self.stop)
             self.text, self.held = self.text + self.held[:cut], self.held[cut:]
-            self.num_exempt = max(0, self.num_exempt - cut) if check_stop else keep
             return None
         start, stop = found
         self.text += self.held[: start + len(stop) if self.include_stop else start]
@@ -58,18 +56,17 @@ class OutputText:
         return stop
 
 
-def first_stop(text: str, stops: Sequence[str], after: int = 0) -> tuple[int, str] | None:
-    """The stop string that is complete first, but not within the first `after` characters; and where it starts."""
-    found = [(text.find(stop, max(0, after - len(stop) + 1)), stop) for stop in stops]
-    hits = [(start, stop) for start, stop in found if start >= 0]
-    return min(hits, key=lambda hit: (hit[0] + len(hit[1]), hit[0]), default=None)
+def first_stop(text: str, stops: Sequence[str], known: int = 0) -> tuple[int, str] | None:
+    """Where a stop string starts, and which: the one complete first, in what follows `known` characters."""
+    starts = ((text.find(stop, max(0, known + 1 - len(stop))), stop) for stop in stops)
+    found = [(start, stop) for start, stop in starts if start >= 0]
+    return min(found, key=lambda hit: (hit[0] + len(hit[1]), hit[0]), default=None)
 
 
 def held_length(text: str, stops: Sequence[str]) -> int:
-    """Length of the longest end of text that a stop string could begin with."""
-    longest = min(len(text), max((len(stop) - 1 for stop in stops), default=0))
-    tails = (text[-size:] for size in range(longest, 0, -1))
-    return next((len(tail) for tail in tails if any(stop.startswith(tail) for stop in stops)), 0)
+    """Length of the longest end of text with which a stop string begins, and is not yet complete."""
+    sizes = (size for stop in stops for size in range(1, len(stop)) if text.endswith(stop[:size]))
+    return max(sizes, default=0)
 
 
 @dataclass(frozen=True)

@@ -42,10 +42,9 @@ class RequestTimes:
 
 @dataclass(eq=False)
 class Request:
-    """The state that a loop over tokens must keep once it serves more than one caller.
-
-    `num_computed_tokens` of the `num_tokens` known ones have keys and values in the cache, in the slots of
-    `block_table` (which the allocator owns). Everything a scheduler decides follows from these two counts.
+    """What a loop over tokens must remember once it serves more than one caller. A scheduler lives on two
+    counts: `num_computed_tokens` of the `num_tokens` known ones have keys and values in the cache, in the
+    slots of `block_table` (which the allocator owns).
     """
 
     request_id: str
@@ -86,8 +85,7 @@ class Request:
 
     @property
     def max_num_tokens(self) -> int:
-        """The most tokens it can ever have."""
-        return len(self.prompt_token_ids) + self.max_tokens
+        return len(self.prompt_token_ids) + self.max_tokens  # it can never have more
 
     @property
     def finished(self) -> bool:
