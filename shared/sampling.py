@@ -77,10 +77,11 @@ def adjust(logits: Tensor, states: Sequence[SamplingState]) -> Tensor:
     for row, state in enumerate(states):
         params, output = state.sampling_params, state.output_token_ids
         held_back = early_ends(state, logits.shape[-1])
-        penalised = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1, 0, 0)
+        penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+        penalised = penalties != (1, 0, 0)
         if not (held_back or params.logit_bias or penalised):
             continue
-        adjusted = adjusted.clone() if adjusted is logits else adjusted  # the raw scores stay for the logprobs
+        adjusted = adjusted.clone() if adjusted is logits else adjusted  # logprobs need the raw scores
         adjusted[row, held_back] = -torch.inf
         for token, bias in (params.logit_bias or {}).items():
             adjusted[row, token] += bias

@@ -110,8 +110,8 @@ def check_integer(field: str, value: Any, low: int, high: int | None = None) -> 
     """Raise InvalidRequestError unless value is a whole number in [low, high]."""
     whole = isinstance(value, int) and not isinstance(value, bool)
     if not whole or value < low or (high is not None and value > high):
-        limit = f"a whole number of at least {low}" if high is None else f"a whole number from {low} to {high}"
-        raise InvalidRequestError(field, value, limit)
+        limit = f"of at least {low}" if high is None else f"from {low} to {high}"
+        raise InvalidRequestError(field, value, f"a whole number {limit}")
 
 
 def check_number(field: str, value: Any, low: float, high: float) -> None:
