@@ -26,7 +26,6 @@ class OutputText:
         self.detokenizer, self.stop, self.include_stop = detokenizer, stop, include_stop
         self.text = ""  # may be shown: no stop string can begin in it any more
         self.held = ""  # might be the beginning of a stop string
-        self.num_exempt = 0  # its first characters in which a stop string may end: min_tokens did not let it count
 
     def push(self, token_id: int, check_stop: bool = True) -> str | None:
         """Add a token; returns the stop string that it completes, if any."""

@@ -122,6 +122,21 @@ def test_steps_go_back_and_bad_input_is_explained():
     assert stepper.fields.error.value == "" and stepper.index == 0
 
 
+def test_the_seed_and_the_way_to_choose_reach_the_requests():
+    made = []
+
+    class Watched(ScriptedTurns):
+        def submit(self, name, message, **options):
+            made.append((options["temperature"], options["seed"]))
+            return super().submit(name, message, **options)
+
+    stepper = ch06_life.life_stepper(Watched)
+    assert made[-2:] == [(0.0, 0)] * 2
+    stepper.fields["choose"].value = ch06_life.DRAWN
+    stepper.seed.value = 5
+    assert made[-2:] == [(0.8, 5)] * 2
+
+
 def test_markup_in_a_stop_string_stays_text():
     stepper = life(stop_a="<b>", message_b="<script>")
     assert "<script>" not in stepper.static((0, -1)) and "<b>" not in "".join(stepper.frames)
