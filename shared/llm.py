@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,6 +68,9 @@ class EngineArgs:
         for field in ("enable_prefix_caching", "enable_chunked_prefill"):
             if not isinstance(getattr(self, field), bool):
                 raise InvalidRequestError(field, getattr(self, field), "True or False")
+        check_integer("seed", self.seed, -(2**63), 2**63 - 1)
+        if not callable(self.attention_backend):
+            raise InvalidRequestError("attention_backend", self.attention_backend, "a class like RaggedAttention")
         if self.dtype not in ("auto", *DTYPES):
             raise InvalidRequestError("dtype", self.dtype, f"auto or one of {sorted(DTYPES)}")
 
@@ -75,7 +79,7 @@ class EngineArgs:
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
             return torch.empty(0, device=self.device).device
-        except (RuntimeError, AssertionError) as error:
+        except (RuntimeError, AssertionError, TypeError) as error:
             raise InvalidRequestError("device", self.device, "a device that torch has here, such as cpu") from error
 
     def torch_dtype(self) -> torch.dtype:
@@ -110,10 +114,12 @@ class EngineArgs:
 class LLM:
     """`LLM("smollm2-135m").generate("Once upon a time")`; options are those of EngineArgs."""
 
-    def __init__(self, model: str = DEFAULT_MODEL, *, trace: Trace | None = None, **options: Any):
+    def __init__(self, model: str | Path = DEFAULT_MODEL, *, trace: Trace | None = None, **options: Any):
         unknown = sorted(set(options) - set(EngineArgs.__dataclass_fields__))
         if unknown:
             raise InvalidRequestError("option", unknown[0], f"one of {sorted(EngineArgs.__dataclass_fields__)}")
+        if not isinstance(model, (str, Path)):
+            raise InvalidRequestError("model", model, "the name of a model or the path of its folder")
         args = EngineArgs(**options)
         folder = resolve(model)
         self.tokenizer = Tokenizer(folder)
@@ -187,7 +193,8 @@ class LLM:
 
     def chat(self, messages: Any, sampling_params: SamplingParams | None = None) -> list[RequestOutput]:
         """Answer one conversation or a list of them; without options, up to the model's length."""
-        conversations = messages if messages and isinstance(messages[0], (list, tuple)) else [messages]
+        several = isinstance(messages, (list, tuple)) and messages and isinstance(messages[0], (list, tuple))
+        conversations = messages if several else [messages]
         prompts = [self.tokenizer.encode_chat(conversation) for conversation in conversations]
         return self.generate(prompts, sampling_params or SamplingParams(max_tokens=None))
 
