@@ -33,7 +33,8 @@ def tiny(vocab_size: int = VOCAB, qk_norm: bool = False, seed: int = 0) -> Trans
     config = ModelConfig(
         vocab_size=vocab_size, hidden_size=48, intermediate_size=96, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-6, rope_theta=10000.0,
-        rope_scaling=None, max_position_embeddings=4096, tie_word_embeddings=False, qkv_bias=not qk_norm, qk_norm=qk_norm,
+        rope_scaling=None, max_position_embeddings=4096, tie_word_embeddings=False,
+        qkv_bias=not qk_norm, qk_norm=qk_norm,
     )  # fmt: skip
     model = Transformer(config).eval().requires_grad_(False)
     for parameter in model.parameters():
@@ -41,7 +42,9 @@ def tiny(vocab_size: int = VOCAB, qk_norm: bool = False, seed: int = 0) -> Trans
     return model
 
 
-def cached_engine(model: Transformer, num_blocks: int = 64, block_size: int = 4, **parts) -> Engine:
+def cached_engine(
+    model: Transformer | None = None, num_blocks: int = 64, block_size: int = 4, **parts
+) -> Engine:
     """An engine whose blocks outlive their requests."""
     return make_engine(model, allocator=PrefixCachingBlockManager(num_blocks, block_size), **parts)
 
@@ -68,7 +71,7 @@ class Solo:
 def oracle(
     model: Transformer, prompt: Sequence[int], params: SamplingParams, seed: int | None = None
 ) -> list[int]:
-    """Recompute everything for each token: no cache, no batch, no engine. End tokens count, stop strings do not."""
+    """Recompute everything for each token: no cache, batch or engine. Stop strings are not looked at."""
     seed = (params.seed or 0) if seed is None else seed
     ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset({EOS}))
     solo = Solo(params, list(prompt), seed, ends)
