@@ -19,10 +19,10 @@ from shared.lab.chapters.ch05_figures import (
     TEXTBOOK,
     Scores,
     chi_square,
+    cut_by,
     draws,
     frames,
     grouped,
-    left_at,
     params_of,
     playground,
     race,
@@ -121,7 +121,7 @@ def test_stages_are_the_samplers_own_and_each_token_says_where_it_left(scores):
     assert all(float(stage.sum()) == pytest.approx(1.0, abs=1e-5) for stage in stages)
     sizes = [int((stage > 0).sum()) for stage in stages]
     assert sizes[:3] == [VOCAB] * 3 and sizes[3] > sizes[4] == 12 > sizes[5] >= 1
-    assert [left_at(stages, token) for token in (0, 11, 12, sizes[3])] == ["", "top_p", "top_k", "min_p"]
+    assert [cut_by(stages, token) for token in (0, 11, 12, sizes[3])] == ["", "top_p", "top_k", "min_p"]
     wanted = probabilities(scores.after("ab", "").logits[None], [params_of(inputs)])[0]
     assert torch.equal(stages[-1], wanted)
 
@@ -160,7 +160,7 @@ def test_stepper_steps_back_and_forth_and_explains_bad_input(scores):
     stepper.end.click()
     assert stepper.index == 6 and "The draw" in stepper.frame.value and stepper.step.disabled
     stepper.back.click()
-    assert "top_p 0.8" in stepper.frame.value
+    assert "top_p = 0.8" in stepper.frame.value
     drawn = set()
     for seed in range(8):
         stepper.seed.value = seed

@@ -133,7 +133,7 @@ def stage_probs(parts: Parts, scored: Scored, params: SamplingParams) -> list[Te
     ]  # fmt: skip
 
 
-def left_at(stages: Sequence[Tensor], token: int) -> str:
+def cut_by(stages: Sequence[Tensor], token: int) -> str:
     """The filter that took a token out; empty if it is still there."""
     for (name, _), before, after in zip(STAGES[3:], stages[2:], stages[3:]):
         if before[token] > 0 and after[token] == 0:
@@ -203,12 +203,12 @@ def render_frame(scores: Scores, frame: Frame, shown: int = 10) -> Html:
     if frame.drawn:
         return _render_draw(scores, frame, [*rows, *({frame.drawn[1]} - set(rows))], left)
     name, words = STAGES[frame.index]
-    value = "" if frame.index < 2 else f" {getattr(frame.params, name):g}"
+    value = "" if frame.index < 2 else f" = {getattr(frame.params, name):g}"
     cells = [[mono(scores.text(token)), percent(before[token]), bar(float(now[token]), percent(now[token])),
-              left_at(frame.stages[: frame.index + 1], token)] for token in rows]
-    head = [tag("strong", f"{name}{value}. {left}"), note(words.replace("`", ""))]
+              cut_by(frame.stages[: frame.index + 1], token)] for token in rows]
+    head = [tag("strong", f"{name}{value}: {left}"), note(words.replace("`", ""))]
     return join([tag("div", join(head), role="status"),
-                 table(["token", "before", "after", "left at"], cells, caption=LIKELIEST)])
+                 table(["token", "before", "after", "cut by"], cells, caption=LIKELIEST)])
 
 
 def _render_draw(scores: Scores, frame: Frame, rows: list[int], left: str) -> Html:
@@ -250,10 +250,10 @@ def render_playground(parts: Parts, scores: Scores, inputs: Mapping[str, Any], s
     model, now = (grouped(stage, order) for stage in (stages[0], stages[-1]))
     counts = draws(parts, now, inputs["draws"], inputs["method"], inputs["seed"])
     rows = [_playground_row(mono(scores.text(token)), slice(i, i + 1), model, now, counts,
-                            left_at(stages, token)) for i, token in enumerate(order[:shown].tolist())]
+                            cut_by(stages, token)) for i, token in enumerate(order[:shown].tolist())]
     rows.append(_playground_row("all others", slice(shown, None), model, now, counts, ""))
     left = f"{int((stages[-1] > 0).sum()):,} of {len(order):,} tokens can be drawn."
-    head = ["token", "model", "now", "expected", "drawn", "left at"]
+    head = ["token", "model", "now", "expected", "drawn", "cut by"]
     return join([tag("div", join([tag("strong", left), tag("div", verdict(counts, now))]), role="status"),
                  table(head, rows, caption=LIKELIEST),
                  note(f"Tokens after the {APART}th are drawn as one group.")])
