@@ -47,6 +47,17 @@ def measured_flops(size: int = 1024, n: int = 5, device: str = "cpu", dtype=None
     return _rates("matrix product", 2 * size**3 / GIGA, "GFLOP/s", n, lambda: a @ b, device)
 
 
+def timed(what: str, work: Callable[[], object], n: int = 5) -> Measurement:
+    """Milliseconds of `work()`: the median of `n` runs, after one to warm up."""
+    work()
+    times = []
+    for _ in range(n):
+        started = time.perf_counter()
+        work()
+        times.append((time.perf_counter() - started) * 1e3)
+    return Measurement(what, statistics.median(times), min(times), max(times), n, "ms")
+
+
 def environment() -> dict[str, str]:
     """What the course runs on, each fact as text; nothing is measured and nothing is downloaded."""
     import torch

@@ -5,23 +5,10 @@
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from shared.lab.machine import Measurement
-
-
-def timed(what: str, work: Callable[[], object], n: int) -> Measurement:
-    """Milliseconds of `work`, after one run to warm up."""
-    work()
-    times = []
-    for _ in range(n):
-        started = time.perf_counter()
-        work()
-        times.append((time.perf_counter() - started) * 1e3)
-    return Measurement(what, statistics.median(times), min(times), max(times), n, "ms")
+from shared.lab.machine import Measurement, timed
 
 
 def next_token_times(model: Any, lengths: Sequence[int] = (32, 128, 512), n: int = 3) -> list[Measurement]:
@@ -45,7 +32,7 @@ def main() -> None:
     from shared.weights import load_model
 
     what, command = "one more token, recomputed and cached, float32", "python -m shared.lab.chapters.ch04_measure"
-    print(save_evidence("04_kv_cache", what, command, next_token_times(load_model("smollm2-135m"), n=5)))
+    print(save_evidence("04_kv_cache", what, command, next_token_times(load_model("smollm2-135m"), n=5)).name)
 
 
 if __name__ == "__main__":
