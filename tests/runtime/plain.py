@@ -58,6 +58,7 @@ class Simulation:
             if item.samples:
                 self._sample(item.request)
         self.scheduler.check()
+        assert all(request.num_computed_tokens == 0 for request in self.scheduler.waiting)
         self.num_steps += 1
         return output
 

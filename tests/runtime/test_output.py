@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shared.output import Answer, OutputText, RequestGroup
@@ -85,6 +85,8 @@ def test_only_a_possible_beginning_of_a_stop_is_held_back(text, places, stops):
 
 
 @given(TEXT, st.lists(st.integers(0, 20), max_size=8), STOPS, st.integers(0, 6))
+@example("ba", [1, 2], ["a", "ab"], 2)  # held as the beginning of the second, complete as the first too early
+@example("aaa", [1, 2], ["aa"], 2)
 def test_a_stop_that_is_complete_below_min_tokens_does_not_count(text, places, stops, unchecked):
     pieces = cut(text, places)
     after = sum(map(len, pieces[:unchecked]))

@@ -166,6 +166,14 @@ def test_two_that_do_not_fit_together_do_not_throw_each_other_out_for_ever():
         assert sum(request.num_preemptions for request in sim.finished) <= 6
 
 
+def test_who_gave_way_comes_back_when_the_others_have_room_to_grow():
+    """Its tokens would fit earlier, and be thrown out again a few steps later."""
+    sim = simulation(num_blocks=20, size=1)
+    add(sim, *(busy(name, 4, 16) for name in "abc"))
+    sim.drain(60)
+    assert [request.num_preemptions for request in sim.finished] == [0, 1, 1]
+
+
 def test_rows_are_never_preempted():
     sim = simulation(num_blocks=2, size=40, manager=RowAllocator)
     add(sim, *(busy(name, 8, 30) for name in "abcd"))
