@@ -10,7 +10,6 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 START := beginner/00_start_here.ipynb
 IN_RANGE := import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))
-FETCH_MODEL := from shared.weights import DEFAULT_MODEL, resolve; print("Model:", resolve(DEFAULT_MODEL))
 NOTEBOOK_FOLDERS := $(sort $(dir $(wildcard beginner/*.ipynb intermediate/*.ipynb advanced/*.ipynb)))
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -46,7 +45,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 model: $(STAMP)
-	@$(PY) -c '$(FETCH_MODEL)'
+	@$(PY) -m shared.default_model
 
 lab: $(STAMP) model
 	@$(PY) -m shared.selfcheck

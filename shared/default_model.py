@@ -256,3 +256,10 @@ def unpair_rotary(weight: Any, heads: int) -> Any:
 
 def write_json(file: Path, content: dict[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    try:
+        print("Model:", resolve(DEFAULT_MODEL))
+    except ModelLoadError as error:
+        sys.exit(str(error))

@@ -141,7 +141,7 @@ README_LINES = [
     "PORT=",
     "HEADLESS=1",
     f"pip install {INSTALL}",
-    "python -m shared.weights",
+    "python -m shared.default_model",
     "jupyter lab beginner/00_start_here.ipynb",
     "conda env create -f environment.yml",
     "environment-gpu.yml",
