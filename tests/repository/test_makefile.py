@@ -104,7 +104,7 @@ def test_lab_stops_after_the_self_check_where_nobody_looks(project, headless):
     assert done.returncode == 0, done.stderr
     calls = [line.split()[0] for line in (project / "log").read_text(encoding="utf-8").splitlines()]
     started = ["jupyterlab"] if headless != "1" else []
-    assert calls == ["pip", "pip", "jupyter", "resolve", "shared.selfcheck", *started]
+    assert calls == ["pip", "pip", "jupyter", "shared.default_model", "shared.selfcheck", *started]
     address = "http://127.0.0.1:9001/lab/tree/beginner/00_start_here.ipynb?token="
     assert (address in done.stdout) == bool(started)
 
