@@ -43,8 +43,7 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> ModelConfig:
         """Read config.json; raises ModelLoadError for a family or a feature that we do not have."""
-        family = model_family(config)
-        heads = config["num_attention_heads"]
+        family, heads = model_family(config), config["num_attention_heads"]
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
         attention_bias = bool(config.get("attention_bias", False))
         return cls(
@@ -61,8 +60,7 @@ class ModelConfig:
             max_position_embeddings=config.get("max_position_embeddings", 2048),
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
             qkv_bias=True if family == "qwen2" else attention_bias,
-            o_bias=attention_bias,
-            mlp_bias=bool(config.get("mlp_bias", False)),
+            o_bias=attention_bias, mlp_bias=bool(config.get("mlp_bias", False)),
             qk_norm=family == "qwen3",
         )
 
@@ -157,7 +155,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class SelfAttention(nn.Module):
-    """Project to queries, keys and values, add positions, attend, project back."""
+    """Project to queries, keys and values, turn queries and keys by their positions, attend, project back."""
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()

@@ -57,9 +57,8 @@ def read_tensor(file: Any, name: str, part: Part) -> torch.Tensor:
     return stored[part(name, tuple(stored.get_shape()))]
 
 
-def load_weights(
-    model: Transformer, path: str | Path, dtype: torch.dtype, device: str | torch.device, part: Part = whole
-) -> None:
+def load_weights(model: Transformer, path: str | Path, dtype: torch.dtype, device: str | torch.device,
+                 part: Part = whole) -> None:
     """Fill every parameter of the model; raises ModelLoadError naming the tensor that is wrong."""
     from safetensors import SafetensorError, safe_open
 
@@ -85,14 +84,8 @@ def is_derived(name: str, tied: bool) -> bool:
     return name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight")
 
 
-def place(
-    model: Transformer,
-    wanted: dict[str, torch.nn.Parameter],
-    name: str,
-    tensor: torch.Tensor,
-    dtype: torch.dtype,
-    device: str | torch.device,
-) -> None:
+def place(model: Transformer, wanted: dict[str, torch.nn.Parameter], name: str, tensor: torch.Tensor,
+          dtype: torch.dtype, device: str | torch.device) -> None:
     """Put one tensor where its name says, and take the name off the list of those still wanted."""
     from torch.nn import Parameter
 
