@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 
 import torch
 
 from shared.lab import Check, Question, Score, call, expect, fail
-from shared.lab.machine import Measurement
+from shared.lab.machine import Measurement, timed
 from shared.sampling import Sampler, keep_top_k, probabilities, uniform
 from shared.sampling_params import SamplingParams
 
@@ -174,24 +172,14 @@ KINDS = {
 }
 
 
-def sampler_times(logits: torch.Tensor, sampler: Callable = Sampler(), n: int = 15) -> list[Measurement]:
+def sampler_times(logits: torch.Tensor, sampler: Callable | None = None, n: int = 15) -> list[Measurement]:
     """Milliseconds to choose one token from logits [vocab_size], for each kind of options."""
-    results = []
+    sampler, results = sampler or Sampler(), []
     for kind, params in KINDS.items():
         state = SimpleNamespace(sampling_params=params, seed=0, prompt_token_ids=[], output_token_ids=[],
                                 stop_token_ids=())
         results.append(timed(kind, lambda state=state: sampler(logits[None], [state]), n))
     return results
-
-
-def timed(what: str, work: Callable[[], object], n: int) -> Measurement:
-    work()  # warm up
-    times = []
-    for _ in range(n):
-        start = time.perf_counter()
-        work()
-        times.append((time.perf_counter() - start) * 1e3)
-    return Measurement(what, statistics.median(times), min(times), max(times), n, "ms")
 
 
 def step_time(model, n: int = 15) -> Measurement:
