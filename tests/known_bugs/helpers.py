@@ -84,7 +84,7 @@ def oracle(
 
 
 def greedy(max_tokens: int = 10, **options) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=max_tokens, **options)
+    return SamplingParams(**{"temperature": 0, "max_tokens": max_tokens, **options})
 
 
 # Scripted answers
@@ -181,6 +181,18 @@ class ForcedRunner:
 
     def execute(self, scheduled, block_size):
         return self.row.repeat(sum(item.samples for item in scheduled), 1)
+
+
+def plain_stop(text: str, stops: Sequence[str], ruled_out: int = 0, include: bool = False) -> str | None:
+    """The text up to the stop string that is complete first (the longest of those, if several end there).
+
+    Stop strings that are complete within the first `ruled_out` characters do not count; None without any.
+    """
+    for end in range(ruled_out + 1, len(text) + 1):
+        starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
+        if starts:
+            return text[: end if include else min(starts)]
+    return None
 
 
 def free_blocks(engine: Engine) -> int:

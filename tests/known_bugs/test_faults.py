@@ -1,0 +1,252 @@
+"""One step fails: in the model, in the sampler, in the detokenizer. The engine goes on and loses nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from shared.batch import ModelRunner
+from shared.errors import EngineError, InvalidRequestError
+from shared.sampling import Sampler
+from shared.sampling_params import SamplingParams
+from tests.known_bugs.helpers import (
+    cached_engine,
+    free_blocks,
+    greedy,
+    oracle,
+    random_prompt,
+    saying,
+    tiny,
+)
+from tests.runtime.tiny import ToyDetokenizer, ToyTokenizer, make_engine
+
+OPTIONS = greedy(12, ignore_eos=True, stop=["\x00\x00"])
+PROMPTS = {str(i): random_prompt(7 + 4 * i, i) for i in range(5)}
+
+
+class Fault:
+    """Raises at the chosen calls, and counts them all."""
+
+    def __init__(self, at: int, error: BaseException | None = None):
+        self.at, self.error, self.calls = at, error or RuntimeError("planted"), 0
+
+    def __call__(self) -> None:
+        self.calls += 1
+        if self.calls == self.at:
+            raise self.error
+
+
+class FailingRunner(ModelRunner):
+    """Fails before the model runs, or in the middle of its layers, when some keys are written already."""
+
+    fault: Fault | None = None
+    layer = 0
+
+    def forward(self, batch):
+        handle = self.model.layers[self.layer].mlp.register_forward_pre_hook(lambda *_: self.fault())
+        try:
+            return super().forward(batch)
+        finally:
+            handle.remove()
+
+
+class FailingTokenizer(ToyTokenizer):
+    """Its detokenizers fail at a certain token of all that are pushed, or in flush."""
+
+    def __init__(self, push: Fault, flush: Fault):
+        self.push, self.flush = push, flush
+
+    def detokenizer(self, skip_special_tokens: bool = True):
+        made = ToyDetokenizer(self, skip_special_tokens)
+        push, flush = made.push, made.flush
+        made.push = lambda token: (self.push(), push(token))[1]
+        made.flush = lambda: (self.flush(), flush())[1]
+        return made
+
+
+def never() -> Fault:
+    return Fault(0)
+
+
+def failing_engine(make, place: str, fault: Fault, **parts):
+    """An engine where one place fails; small, so that requests also wait, are cut and are preempted."""
+    places = dict.fromkeys(["push", "flush"], never()) | {place: fault}
+    sample = Sampler()
+
+    def sampler(logits, states):
+        if place == "sampler":
+            fault()
+        return sample(logits, states)
+
+    engine = make(
+        tiny(), num_blocks=16, max_num_seqs=3, max_num_batched_tokens=12, sampler=sampler,
+        tokenizer=FailingTokenizer(places["push"], places["flush"]), **parts,
+    )  # fmt: skip
+    runner = FailingRunner(engine.runner.model, engine.runner.cache)
+    runner.fault, runner.layer = (fault if place.startswith("model") else never()), int(place == "model 1")
+    engine.runner = runner
+    return engine
+
+
+def serve(engine) -> dict:
+    """Serve all prompts; every report is one of a request that is known, and each ends once."""
+    for name, prompt in PROMPTS.items():
+        engine.add_request(name, prompt, OPTIONS)
+    done: dict = {}
+    for _ in range(1000):
+        if not engine.has_unfinished_requests():
+            break
+        for output in engine.step():
+            assert output.request_id not in done
+            if output.finished:
+                done[output.request_id] = output
+        engine.scheduler.check()
+    assert done.keys() == PROMPTS.keys()
+    return done
+
+
+PLACES = ["model 0", "model 1", "sampler", "push", "flush"]
+EXPECTED: dict[str, list[int]] = {}
+
+
+def expected(name: str) -> list[int]:
+    if name not in EXPECTED:
+        EXPECTED[name] = oracle(tiny(), PROMPTS[name], greedy(12, ignore_eos=True))
+    return EXPECTED[name]
+
+
+@pytest.mark.parametrize("make", [make_engine, cached_engine])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("at", [1, 2, 3, 5, 9, 17])
+def test_one_failing_call_ends_its_requests_and_no_other(make, place, at):
+    fault = Fault(at)
+    engine = failing_engine(make, place, fault)
+    done = serve(engine)
+    failed = {name for name, output in done.items() if output.outputs[0].finish_reason == "error"}
+    if fault.calls >= at:
+        assert failed and (len(failed) == 1 or place not in ("push", "flush"))
+    for name, output in done.items():
+        answer = output.outputs[0]
+        if name in failed:
+            assert answer.error == "RuntimeError: planted"
+            assert answer.token_ids == expected(name)[: len(answer.token_ids)]
+        else:
+            assert answer.error is None and answer.token_ids == expected(name)
+    assert free_blocks(engine) == 16 and not engine.scheduler.running and not engine.scheduler.waiting
+    again = serve(engine)  # usable, and whatever the prefix cache kept is right
+    assert all(again[name].outputs[0].token_ids == expected(name) for name in PROMPTS)
+    assert free_blocks(engine) == 16
+
+
+@pytest.mark.parametrize("make", [make_engine, cached_engine])
+def test_every_failing_step_ends_the_requests_that_ran_in_it(make):
+    """The model fails at every third call: each request ends, none waits for ever."""
+    engine = failing_engine(make, "sampler", never())
+    execute, calls = engine.runner.execute, []
+
+    def flaky(scheduled, block_size):
+        calls.append([item.request.request_id for item in scheduled])
+        if len(calls) % 3 == 0:
+            raise MemoryError("no memory")
+        return execute(scheduled, block_size)
+
+    engine.runner.execute = flaky
+    done = serve(engine)
+    failed = {name for name, output in done.items() if output.outputs[0].finish_reason == "error"}
+    assert failed == {name for names in calls[2::3] for name in names}
+    engine.runner.execute = execute
+    assert all(output.outputs[0].token_ids == expected(name) for name, output in serve(engine).items())
+
+
+@pytest.mark.parametrize("place", ["model 0", "model 1", "sampler"])
+@pytest.mark.parametrize("at", [1, 3, 6])
+def test_an_interrupt_passes_through_and_the_engine_can_be_emptied(place, at):
+    """KeyboardInterrupt is the reader's: it is not turned into an answer, and nothing is lost."""
+    engine = failing_engine(cached_engine, place, Fault(at, KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        serve(engine)
+    engine.scheduler.check()
+    for name in list(engine.groups):
+        assert engine.abort(name).finished
+    assert free_blocks(engine) == 16 and not engine.has_unfinished_requests()
+    assert all(output.outputs[0].token_ids == expected(name) for name, output in serve(engine).items())
+
+
+@pytest.mark.parametrize("place", ["model 0", "model 1", "sampler"])
+@pytest.mark.parametrize("at", [1, 2, 3, 6, 10])
+def test_after_an_interrupt_the_engine_can_also_go_on(place, at):
+    engine = failing_engine(cached_engine, place, Fault(at, KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        serve(engine)
+    done = {}
+    while engine.has_unfinished_requests():
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+        engine.scheduler.check()
+    assert all(output.outputs[0].token_ids == expected(name) for name, output in done.items())
+
+
+def test_scores_that_are_no_numbers_are_an_error_not_an_answer():
+    engine = make_engine(tiny(), poison=None)
+    weight = tiny().lm_head.weight
+    engine.add_request("r", random_prompt(5), greedy())
+    kept = weight[7].clone()
+    try:
+        weight[7] = float("nan")
+        answer = engine.step()[0].outputs[0]
+    finally:
+        weight[7] = kept
+    assert answer.finish_reason == "error" and "NaN" in answer.error and free_blocks(engine) == 64
+
+
+def test_n_answers_of_which_one_fails():
+    push = Fault(2)
+    engine = failing_engine(cached_engine, "push", push)
+    engine.add_request("a", random_prompt(6), SamplingParams(n=3, seed=1, max_tokens=5, ignore_eos=True))
+    done = None
+    while engine.has_unfinished_requests():
+        done = engine.step()[-1]
+        engine.scheduler.check()
+    assert [answer.finish_reason for answer in done.outputs] == ["length", "error", "length"]
+    assert free_blocks(engine) == 16
+
+
+def test_a_failing_encoder_or_detokenizer_changes_nothing_at_the_door():
+    engine = saying("a", "b")
+    with pytest.raises(ValueError):
+        engine.add_request("r", "not in the vocabulary é")
+    engine.tokenizer.detokenizer = None
+    with pytest.raises(TypeError):
+        engine.add_request("r", [5])
+    assert not engine.has_unfinished_requests() and not engine.scheduler.waiting and engine.step() == []
+
+
+def test_a_request_that_is_refused_can_be_sent_again_under_its_name():
+    engine = saying("a", "b")
+    with pytest.raises(InvalidRequestError):
+        engine.add_request("r", [10**6])
+    engine.add_request("r", [5])
+    with pytest.raises(InvalidRequestError, match="request_id"):
+        engine.add_request("r", [5])
+    while engine.has_unfinished_requests():
+        engine.step()
+    engine.add_request("r", [5])
+
+
+def test_a_step_that_cannot_run_anybody_says_so_instead_of_spinning():
+    engine = saying("a", "b")
+    engine.add_request("r", [5])
+    engine.scheduler.max_num_seqs = 0  # nobody may run any more
+    with pytest.raises(EngineError, match="max_num_seqs=0"):
+        engine.step()
+    assert engine.abort("r").finished and engine.step() == []
+
+
+def test_a_clock_may_start_at_zero():
+    now = [0.0]
+    engine = make_engine(tiny())
+    engine.clock = lambda: now[0]
+    engine.add_request("r", random_prompt(4), greedy(3, ignore_eos=True))
+    while engine.has_unfinished_requests():
+        output = engine.step()[-1]
+        now[0] += 1.0
+    assert output.metrics[0].first_scheduled == output.metrics[0].first_token == 0.0
+    assert output.metrics[0].last_token == 2.0
