@@ -69,7 +69,7 @@ class SchedulerOutput:
         return sum(item.num_tokens for item in self.scheduled)
 
 
-class Scheduler:
+class Queues:
     """Two queues, both in the policy's order (ties: order of arrival): waiting, and running."""
 
     def __init__(
@@ -111,6 +111,93 @@ class Scheduler:
             limit = f"at most max_num_batched_tokens={self.max_num_batched_tokens} tokens without chunked prefill"
             raise InvalidRequestError("request", f"{num_tokens} tokens", limit)
 
+    def finish(self, request: Request, reason: str) -> None:
+        """End a request in any state (stop, length, abort or error) and free what it holds."""
+        queue = self.running if request.status is RequestStatus.RUNNING else self.waiting
+        queue.remove(request)
+        self.allocator.free(request)
+        request.status, request.finish_reason = RequestStatus.FINISHED, reason
+
+    def _rank(self, request: Request) -> tuple[Any, int]:
+        return self.policy(request), request.arrival_order
+
+
+def reserved_blocks(request: Request, running: Sequence[Request], allocator: Allocator, budget: int) -> int:
+    """Free blocks that running requests will ask for soon, and that `request` must leave to them.
+
+    A new request counts what they need for the tokens they have. One that was preempted also counts
+    their growth while it catches up and a while after, twice as long each time, so that two requests
+    that don't fit together can't throw each other out for ever.
+    """
+    horizon = 0
+    if request.num_preemptions:
+        catch_up = request.num_tokens // max(1, budget - len(running)) + 1
+        horizon = catch_up + allocator.block_size * 2**request.num_preemptions
+    wanted = (min(other.num_tokens + horizon, other.max_num_tokens) for other in running)
+    return sum(
+        max(0, allocator.blocks_for(tokens) - len(other.block_table))
+        for tokens, other in zip(wanted, running)
+    )
+
+
+class Admission(Queues):
+    """Places: given at the front of the waiting queue, taken back at the end of the running one."""
+
+    def _schedule_waiting(self, output: SchedulerOutput, budget: int) -> None:
+        """Admit from the front of the queue while sequences, budget and cache allow; nobody overtakes."""
+        while self.waiting:
+            request = self.waiting[0]
+            computed = self.allocator.get_computed_blocks(request)
+            request.num_computed_tokens = len(computed) * self.allocator.block_size
+            num_tokens = self._chunk(request, budget)
+            output.obstacle = self._obstacle(request, num_tokens, computed)
+            if output.obstacle:
+                request.num_computed_tokens = 0
+                return
+            self._admit(request, num_tokens, computed, output)
+            budget -= num_tokens
+
+    def _obstacle(self, request: Request, num_tokens: int, computed: Sequence[int]) -> str | None:
+        if len(self.running) >= self.max_num_seqs:
+            return f"max_num_seqs={self.max_num_seqs} requests are running"
+        if not num_tokens:
+            return f"the budget of {self.max_num_batched_tokens} tokens is spent"
+        needed = self.allocator.num_new_blocks(request, request.num_tokens, computed)
+        reserved = reserved_blocks(request, self.running, self.allocator, self.max_num_batched_tokens)
+        if needed + reserved > self.allocator.num_free_blocks:
+            free = self.allocator.num_free_blocks
+            return f"needs {needed} blocks of {free} free, {reserved} of them spoken for"
+        return None
+
+    def _admit(self, request: Request, num_tokens: int, computed: list[int], output: SchedulerOutput) -> None:
+        allocated = self.allocator.allocate_slots(request, request.num_computed_tokens + num_tokens, computed)
+        assert allocated, "admission checked that the blocks are free"
+        if request.status is RequestStatus.WAITING:
+            request.num_cached_tokens = request.num_computed_tokens
+        self.waiting.pop(0)
+        self.running.append(request)
+        request.status = RequestStatus.RUNNING
+        output.admitted.append(request)
+        output.scheduled.append(ScheduledRequest.of(request, num_tokens))
+
+    def _preempt(self, victim: Request, output: SchedulerOutput) -> None:
+        """Take back its slots. Its tokens stay: to come back, it computes them again."""
+        self.running.remove(victim)
+        self.allocator.free(victim)
+        victim.status, victim.num_computed_tokens = RequestStatus.PREEMPTED, 0
+        victim.num_preemptions += 1
+        bisect.insort(self.waiting, victim, key=self._rank)
+        output.preempted.append(victim)
+
+    def _chunk(self, request: Request, budget: int) -> int:
+        """Tokens to run now: all that are missing, or what the budget allows if prompts may be cut."""
+        missing = request.num_tokens - request.num_computed_tokens
+        return min(missing, budget) if self.enable_chunked_prefill or missing <= budget else 0
+
+
+class Scheduler(Admission):
+    """Decides step after step: `schedule`, run what it says, `update`, and `finish` whoever has ended."""
+
     def schedule(self) -> SchedulerOutput:
         """Decide one step. Running requests come first; nobody is admitted in a step that had to preempt."""
         self.allocator.evicted.clear()
@@ -128,13 +215,6 @@ class Scheduler:
             item.request.num_computed_tokens += item.num_tokens
             self.allocator.cache_blocks(item.request, item.start)
 
-    def finish(self, request: Request, reason: str) -> None:
-        """End a request in any state (stop, length, abort or error) and free what it holds."""
-        queue = self.running if request.status is RequestStatus.RUNNING else self.waiting
-        queue.remove(request)
-        self.allocator.free(request)
-        request.status, request.finish_reason = RequestStatus.FINISHED, reason
-
     def check(self) -> None:
         """Assert the invariants between two steps."""
         assert len(self.running) <= self.max_num_seqs, "more requests run than max_num_seqs"
@@ -145,9 +225,6 @@ class Scheduler:
             assert request.num_computed_tokens <= request.num_tokens
             assert len(request.block_table) >= self.allocator.blocks_for(request.num_computed_tokens)
         self.allocator.check(self.running)
-
-    def _rank(self, request: Request) -> tuple[Any, int]:
-        return self.policy(request), request.arrival_order
 
     def _schedule_running(self, output: SchedulerOutput) -> int:
         """Give each running request its tokens, preempting from the end of the order; returns the budget left."""
@@ -173,71 +250,3 @@ class Scheduler:
             if victim is request:
                 return False
         return True
-
-    def _preempt(self, victim: Request, output: SchedulerOutput) -> None:
-        """Take back its slots. Its tokens stay: to come back, it computes them again."""
-        self.running.remove(victim)
-        self.allocator.free(victim)
-        victim.status, victim.num_computed_tokens = RequestStatus.PREEMPTED, 0
-        victim.num_preemptions += 1
-        bisect.insort(self.waiting, victim, key=self._rank)
-        output.preempted.append(victim)
-
-    def _schedule_waiting(self, output: SchedulerOutput, budget: int) -> None:
-        """Admit from the front of the queue while sequences, budget and cache allow; nobody overtakes."""
-        while self.waiting:
-            request = self.waiting[0]
-            computed = self.allocator.get_computed_blocks(request)
-            request.num_computed_tokens = len(computed) * self.allocator.block_size
-            num_tokens = self._chunk(request, budget)
-            output.obstacle = self._obstacle(request, num_tokens, computed)
-            if output.obstacle:
-                request.num_computed_tokens = 0
-                return
-            self._admit(request, num_tokens, computed, output)
-            budget -= num_tokens
-
-    def _obstacle(self, request: Request, num_tokens: int, computed: Sequence[int]) -> str | None:
-        if len(self.running) >= self.max_num_seqs:
-            return f"max_num_seqs={self.max_num_seqs} requests are running"
-        if not num_tokens:
-            return f"the budget of {self.max_num_batched_tokens} tokens is spent"
-        needed = self.allocator.num_new_blocks(request, request.num_tokens, computed)
-        reserved = self._reserved_blocks(request)
-        if needed + reserved > self.allocator.num_free_blocks:
-            free = self.allocator.num_free_blocks
-            return f"needs {needed} blocks of {free} free, {reserved} of them spoken for"
-        return None
-
-    def _reserved_blocks(self, request: Request) -> int:
-        """Free blocks that running requests will ask for soon.
-
-        A new request counts what they need for the tokens they have. One that was preempted also counts
-        their growth while it catches up and a while after, twice as long each time, so that two requests
-        that don't fit together can't throw each other out for ever.
-        """
-        horizon = 0
-        if request.num_preemptions:
-            catch_up = request.num_tokens // max(1, self.max_num_batched_tokens - len(self.running)) + 1
-            horizon = catch_up + self.allocator.block_size * 2**request.num_preemptions
-        wanted = (min(other.num_tokens + horizon, other.max_num_tokens) for other in self.running)
-        return sum(
-            max(0, self.allocator.blocks_for(tokens) - len(other.block_table))
-            for tokens, other in zip(wanted, self.running)
-        )
-
-    def _admit(self, request: Request, num_tokens: int, computed: list[int], output: SchedulerOutput) -> None:
-        allocated = self.allocator.allocate_slots(request, request.num_computed_tokens + num_tokens, computed)
-        assert allocated, "admission checked that the blocks are free"
-        if request.status is RequestStatus.WAITING:
-            request.num_cached_tokens = request.num_computed_tokens
-        self.waiting.pop(0)
-        self.running.append(request)
-        request.status = RequestStatus.RUNNING
-        output.admitted.append(request)
-        output.scheduled.append(ScheduledRequest.of(request, num_tokens))
-
-    def _chunk(self, request: Request, budget: int) -> int:
-        """Tokens to run now: all that are missing, or what the budget allows if prompts may be cut."""
-        missing = request.num_tokens - request.num_computed_tokens
-        return min(missing, budget) if self.enable_chunked_prefill or missing <= budget else 0
