@@ -176,7 +176,7 @@ class Engine:
         return outputs
 
     def _seeds(self, params: SamplingParams) -> list[int]:
-        """One seed for each of the n answers; those of a seeded request follow from its seed."""
+        """The seed of each of the n answers: seed + index, as in vLLM; without one, from a fresh draw."""
         first = self._random.getrandbits(62) if params.seed is None else params.seed
         return [(first + index + 2**63) % 2**64 - 2**63 for index in range(params.n)]
 
