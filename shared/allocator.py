@@ -74,3 +74,21 @@ class RowAllocator:
     def check(self, requests: Iterable[Request]) -> None:
         held = [row for request in requests for row in request.block_table]
         assert sorted(held + self.free_rows) == list(range(self.num_blocks)), "a row is lost or owned twice"
+
+
+def reserved_blocks(request: Request, running: Sequence[Request], allocator: Allocator, budget: int) -> int:
+    """Free blocks that running requests will ask for soon, and that `request` must leave to them.
+
+    A new request counts what they need for the tokens they have. One that was preempted also counts
+    their growth while it catches up and a while after, twice as long each time, so that two requests
+    that don't fit together can't throw each other out for ever.
+    """
+    horizon = 0
+    if request.num_preemptions:
+        catch_up = request.num_tokens // max(1, budget - len(running)) + 1
+        horizon = catch_up + allocator.block_size * 2**request.num_preemptions
+    wanted = (min(other.num_tokens + horizon, other.max_num_tokens) for other in running)
+    return sum(
+        max(0, allocator.blocks_for(tokens) - len(other.block_table))
+        for tokens, other in zip(wanted, running)
+    )

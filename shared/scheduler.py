@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shared.allocator import Allocator
+from shared.allocator import Allocator, reserved_blocks
 from shared.errors import InvalidRequestError
 from shared.request import Request, RequestStatus
 
@@ -120,24 +120,6 @@ class Queues:
 
     def _rank(self, request: Request) -> tuple[Any, int]:
         return self.policy(request), request.arrival_order
-
-
-def reserved_blocks(request: Request, running: Sequence[Request], allocator: Allocator, budget: int) -> int:
-    """Free blocks that running requests will ask for soon, and that `request` must leave to them.
-
-    A new request counts what they need for the tokens they have. One that was preempted also counts
-    their growth while it catches up and a while after, twice as long each time, so that two requests
-    that don't fit together can't throw each other out for ever.
-    """
-    horizon = 0
-    if request.num_preemptions:
-        catch_up = request.num_tokens // max(1, budget - len(running)) + 1
-        horizon = catch_up + allocator.block_size * 2**request.num_preemptions
-    wanted = (min(other.num_tokens + horizon, other.max_num_tokens) for other in running)
-    return sum(
-        max(0, allocator.blocks_for(tokens) - len(other.block_table))
-        for tokens, other in zip(wanted, running)
-    )
 
 
 class Admission(Queues):
