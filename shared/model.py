@@ -74,7 +74,7 @@ def model_family(config: dict[str, Any]) -> str:
             if config.get("hidden_act", "silu") != "silu":
                 raise ModelLoadError(f"hidden_act: {config['hidden_act']!r} is not supported, only 'silu'")
             return ARCHITECTURES[name]
-    raise ModelLoadError(f"architectures: {config.get('architectures')} is not one of {sorted(ARCHITECTURES)}")
+    raise ModelLoadError(f"architectures: {config.get('architectures')} is none of {sorted(ARCHITECTURES)}")
 
 
 def rope_scaling(rope: dict[str, Any]) -> dict[str, Any] | None:
@@ -155,16 +155,17 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class SelfAttention(nn.Module):
-    """Project to queries, keys and values, turn queries and keys by their positions, attend, project back."""
+    """Project to queries, keys and values, turn the first two by position, attend, project back."""
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
         self.layer, self.head_dim = layer, config.head_dim
-        heads, kv_heads = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, heads, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(config.hidden_size, kv_heads, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(config.hidden_size, kv_heads, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(heads, config.hidden_size, bias=config.o_bias)
+        q_size = config.num_attention_heads * self.head_dim
+        kv_size = config.num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, q_size, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.o_bias)
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from shared.allocator import RowAllocator
 from shared.block_manager import BlockManager
@@ -15,6 +18,7 @@ from shared.sampling_params import SamplingParams
 from tests.known_bugs.helpers import (
     ask,
     cached_engine,
+    fixed,
     forced,
     free_blocks,
     greedy,
@@ -162,6 +166,31 @@ def test_b34_many_that_do_not_fit_together_all_finish(make, budget, count):
     assert_progress_between_preemptions(engine.trace.steps)
     solo_steps = sum(30 + len(prompt) // budget for prompt in prompts)
     assert len(engine.trace.steps) <= solo_steps + 5 and any(step.preempted for step in engine.trace.steps)
+
+
+@fixed
+@given(
+    jobs=st.lists(st.tuples(st.integers(1, 40), st.integers(2, 60)), min_size=2, max_size=6),
+    block_size=st.sampled_from([2, 4, 8]),
+    budget=st.sampled_from([6, 8, 16]),
+    spare=st.integers(0, 6),
+)
+@example(jobs=[(19, 28), (15, 30), (1, 28), (17, 17)], block_size=4, budget=16, spare=5)
+@example(jobs=[(34, 3), (30, 51), (16, 43), (4, 59), (11, 9), (24, 32)], block_size=4, budget=8, spare=6)
+def test_b34_whatever_does_not_fit_together_makes_progress(jobs, block_size, budget, spare):
+    """When one of several ends, the next must not come back only to be thrown out before it has caught up."""
+    num_blocks = max(-(-(prompt + output) // block_size) for prompt, output in jobs) + spare
+    engine = make_engine(
+        runner=forced(50), num_blocks=num_blocks, block_size=block_size, max_num_batched_tokens=budget,
+        max_num_seqs=6,
+    )  # fmt: skip
+    for i, (prompt, output) in enumerate(jobs):
+        engine.add_request(str(i), random_prompt(prompt, i), greedy(output, ignore_eos=True))
+    assert len(drain(engine)) == len(jobs)
+    assert_progress_between_preemptions(engine.trace.steps)
+    assert len(engine.trace.steps) <= sum(output + prompt // budget for prompt, output in jobs) + 5
+    preempted = Counter(name for step in engine.trace.steps for name in step.preempted)
+    assert max(preempted.values(), default=0) <= 4
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +10,7 @@ from torch import Tensor, nn
 
 from shared.lab import Check, Question, call, expect, fail
 from shared.lab.chapters.ch02_inside import attention_explorer, record, shape_inspector
-from shared.lab.machine import Measurement
+from shared.lab.machine import Measurement, timed
 from shared.model import CausalAttention, ModelConfig, SelfAttention, Transformer
 
 __all__ = ["CHECKS", "QUIZ", "attention_explorer", "prefill_times", "record", "roofline", "shape_inspector"]
@@ -26,17 +24,16 @@ def prefill_times(model: nn.Module, attention: Callable, lengths: Sequence[int],
     return [_timed(model, attention, length, n) for length in lengths]
 
 
-@torch.inference_mode()
 def _timed(model: nn.Module, attention: Callable, length: int, n: int) -> Measurement:
     device = model.embed_tokens.weight.device
     ids = torch.arange(length, device=device) % model.config.vocab_size
-    positions, times = torch.arange(length, device=device), []
-    for _ in range(n + 1):  # the first warms up
-        start = time.perf_counter()
-        model.logits(model(ids, positions, attention)[-1:]).argmax().item()  # item waits for the device
-        times.append((time.perf_counter() - start) * 1e3)
-    kept = times[1:]
-    return Measurement(f"prefill, length {length}", statistics.median(kept), min(kept), max(kept), n, "ms")
+    positions = torch.arange(length, device=device)
+
+    @torch.inference_mode()
+    def run() -> float:
+        return model.logits(model(ids, positions, attention)[-1:]).max().item()  # item waits for the device
+
+    return timed(f"prefill, length {length}", run, n)
 
 
 def roofline(intensities: Sequence[float], speeds: Sequence[float], lengths: Sequence[int],
@@ -53,10 +50,12 @@ def roofline(intensities: Sequence[float], speeds: Sequence[float], lengths: Seq
     for x, y, length in zip(intensities, speeds, lengths, strict=True):
         axes.annotate(str(length), (x, y), textcoords="offset points", xytext=(6, -11), fontsize=9)
     axes.axvline(corner, linestyle=":", marker="", linewidth=1)
-    axes.annotate(f"corner: {corner:.0f}", (corner, bandwidth * low), textcoords="offset points",
-                  xytext=(5, 2))
+    axes.annotate(f"corner: {corner:.0f}", (corner, bandwidth * low), fontsize=9,
+                  textcoords="offset points", xytext=(5, 2))
     axes.set(xscale="log", yscale="log", xlabel="operations for each byte of weights", ylabel="GFLOP/s")
-    axes.legend(loc="lower right", fontsize=9)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.legend(loc="upper left", fontsize=9)
     return to_png(figure)
 
 
