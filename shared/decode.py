@@ -32,7 +32,8 @@ class DecodeTrace:
     @property
     def positions_recomputed(self) -> int:
         """Positions that the model had already seen in an earlier step (the last new token never goes in)."""
-        return self.positions_processed - (self.prompt_len + len(self.new_ids) - 1)
+        once_each = self.prompt_len + len(self.new_ids) - 1 if self.new_ids else 0
+        return self.positions_processed - once_each
 
 
 @torch.inference_mode()

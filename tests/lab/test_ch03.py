@@ -54,3 +54,21 @@ def test_the_triangle_counts_what_the_sum_says():
 def test_a_prompt_that_is_too_long_is_refused():
     with pytest.raises(ValueError, match="30 tokens; this figure shows 1 to 24"):
         next(iter(ch03.decode_states(None, Letters(), always_b, "A" * 30, 2)))
+
+
+def test_a_draft_is_judged_by_what_the_loop_would_write():
+    assert ch03.draft_of([4, 8], 4, None)[:2] == ch03.draft_of([4, 8], 4, 2)[:2]
+    for wrong_at in (0, 2):
+        prompt, draft = [4, 8], ch03.draft_of([4, 8], 4, wrong_at)
+        written = list(prompt)
+        for _ in draft:
+            written.append(ch03.after(written))
+        agree = [a == b for a, b in zip(written[2:], draft)]
+        assert agree.index(False) == wrong_at
+
+
+def test_too_long_a_prompt_is_said_in_words_and_a_good_one_clears_them(stepper):
+    stepper.fields["prompt"].value = "A" * 30
+    assert "the prompt has 30 tokens; this figure shows 1 to 24" in stepper.fields.error.value
+    stepper.fields["prompt"].value = "AB"
+    assert "30 tokens" not in stepper.fields.error.value and "Nothing has run yet" in stepper.frame.value

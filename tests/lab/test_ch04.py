@@ -56,7 +56,7 @@ def test_the_first_step_writes_the_prompt_and_the_next_ones_one_slot(stepper):
 
 
 def test_a_prompt_that_is_too_long_is_refused_in_words(stepper):
-    before = stepper.fields["prompt"].value
     stepper.fields["prompt"].value = "x" * 40
-    assert "this figure shows 1 to 24" in str(stepper.fields.widget.children[-1].value) or not stepper.frames
-    stepper.fields["prompt"].value = before
+    assert "the prompt has 40 tokens; this figure shows 1 to 24" in stepper.fields.error.value
+    stepper.fields["prompt"].value = "abcd"
+    assert "40 tokens" not in stepper.fields.error.value and "The cache is empty" in stepper.frame.value

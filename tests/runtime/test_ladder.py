@@ -266,6 +266,12 @@ def test_what_the_loops_computed(family):
     assert slow.positions_recomputed == 115 - 25 and fast.positions_recomputed == 0
 
 
+@pytest.mark.parametrize("generate", [generate_naive, generate_cached])
+def test_no_tokens_cost_no_positions(family, generate):
+    trace = generate(family("llama").model, PROMPTS[1], max_tokens=0)
+    assert trace.new_ids == [] and trace.positions_processed == trace.positions_recomputed == 0
+
+
 def test_only_wanted_rows_are_scored(family):
     """The head sees one row for each request that samples, not one for each prompt position."""
     model, seen = family("llama").model, []

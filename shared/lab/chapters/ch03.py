@@ -81,6 +81,52 @@ def judge_positions(fn: Any) -> Score | str | None:
     return None
 
 
+def after(ids: list[int]) -> int:
+    """A stand-in for the model: what it would write next depends on every token before."""
+    return sum((place + 1) * (token + 3) for place, token in enumerate(ids)) % 89
+
+
+def draft_of(prompt: list[int], size: int, wrong_at: int | None) -> list[int]:
+    """What the loop would write, but for one wrong token; after it, what the loop would write then."""
+    ids = list(prompt)
+    for place in range(size):
+        ids.append(after(ids) + (place == wrong_at))
+    return ids[len(prompt) :]
+
+
+class CountedRuns:
+    """`run(ids)`: the best token after each position. Counts the runs and the positions."""
+
+    def __init__(self) -> None:
+        self.runs: list[int] = []
+
+    def __call__(self, ids: Any) -> list[int]:
+        ids = list(ids)
+        self.runs.append(len(ids))
+        return [after(ids[: place + 1]) for place in range(len(ids))]
+
+
+def judge_agreed(fn: Any) -> Score | str | None:
+    """Exercise 03.2: how much of a draft the loop would have written, found in one run."""
+    cost = best = 0
+    for prompt, size, wrong_at in (([4, 8, 15], 5, None), ([16, 23], 6, 3), ([42, 7, 7, 1], 4, 0), ([9], 1, None)):
+        draft = draft_of(prompt, size, wrong_at)
+        want = size if wrong_at is None else wrong_at
+        place = "all of it" if wrong_at is None else f"token {wrong_at + 1} is the first wrong one"
+        case = f"For a prompt of {len(prompt)} tokens and a draft of {size} ({place})"
+        run = CountedRuns()
+        got = call(fn, run, list(prompt), list(draft), case=case)
+        if wrong_at is not None and got == size - 1:
+            fail(f"{case}, your function returned {got}; after a wrong token, nothing counts: the loop would never "
+                 f"have been there. Expected {want}.")
+        if got != want:
+            fail(f"{case}, your function returned {got!r}; expected {want}.")
+        if len(run.runs) > 1:
+            fail(f"{case}, your answer is right, but it took {len(run.runs)} runs of the model. One is enough.")
+        cost, best = cost + sum(run.runs), best + len(prompt) + size - 1
+    return Score("positions run", cost, best)
+
+
 def scripted(answers: list[int], case: str) -> Callable[[list[int]], int]:
     """A stand-in for the model: the next token depends on how many new ones there are."""
     start: list[int] = []
@@ -97,41 +143,31 @@ def scripted(answers: list[int], case: str) -> Callable[[list[int]], int]:
 
 
 def judge_generate(fn: Any) -> Score | str | None:
-    """Exercise 03.2: the new ids, the end token among them, and the right reason."""
+    """Exercise 03.b: every token of the answer, without the end token, and the right reason."""
     cases = (
         ("the model ends at its third token", [8, 9, 2], 10, {2}, "stop"),
         ("the length ends it", [8, 9, 7], 3, {2}, "length"),
         ("the end token is also the last that is allowed", [8, 9, 2], 3, {2}, "stop"),
         ("the model has two end tokens", [8, 5], 10, {2, 5}, "stop"),
         ("one token is wanted", [8], 1, {2}, "length"),
+        ("the answer is empty", [2], 10, {2}, "stop"),
     )
     for words, answers, max_tokens, eos, reason in cases:
-        case = f"When {words}"
-        got = call(fn, scripted(answers, case), [1, 2, 3], max_tokens, frozenset(eos), case=case)
+        case, want = f"When {words}", [token for token in answers if token not in eos]
+        prompt = [1, 2, 3]
+        got = call(fn, scripted(answers, case), prompt, max_tokens, frozenset(eos), case=case)
         if not isinstance(got, tuple) or len(got) != 2:
             fail(f"{case}, your function returned {got!r}; expected a pair: the new ids, the reason.")
-        if list(got[0]) != answers:
-            fail(f"{case}, the new ids were {list(got[0])}; expected {answers}: every token that was generated.")
+        if list(got[0]) != want:
+            fail(f"{case}, the model wrote {answers} and your function kept {list(got[0])}; expected {want}.")
         if got[1] != reason:
             fail(f"{case}, the reason was {got[1]!r}; expected {reason!r}.")
+        if prompt != [1, 2, 3]:
+            fail(f"{case}, your function changed the caller's prompt to {prompt}.")
     return None
 
 
-def judge_continue(fn: Any) -> Score | str | None:
-    """Exercise 03.b: max_tokens counts new tokens, and the caller's list stays his own."""
-    for prompt, n in (([5, 6, 7], 4), ([5] * 10, 3), ([9], 1)):
-        case = f"For a prompt of {len(prompt)} tokens and max_tokens={n}"
-        given = list(prompt)
-        got = call(fn, lambda ids: len(ids), given, n, case=case)
-        want = [len(prompt) + i for i in range(n)]
-        if given != prompt:
-            fail(f"{case}, your function changed the caller's prompt to {given}.")
-        if list(got) != want:
-            fail(f"{case}, your function returned {list(got)}; expected {want}: {n} new tokens, without the prompt.")
-    return None
-
-
-CHECKS = {"03.1": Check(judge_positions), "03.2": Check(judge_generate), "03.b": Check(judge_continue)}
+CHECKS = {"03.1": Check(judge_positions), "03.2": Check(judge_agreed), "03.b": Check(judge_generate)}
 
 QUIZ = [
     Question(
@@ -157,7 +193,7 @@ QUIZ = [
         answer="It ended by itself: reason `stop`.",
     ),
     Question(
-        "The weights take 4 bytes each, and a position takes two operations for each weight. How many operations are "
+        "Say each weight takes 4 bytes, and each position two operations for each weight. How many operations are "
         "there for each byte read, when 256 positions run together?",
         {
             "0.5": "That is one position alone: two operations for four bytes.",
