@@ -7,7 +7,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shared.default_model import DEFAULT_MODEL, cache_home, missing_file
@@ -25,6 +25,10 @@ class Measurement:
     high: float
     n: int
     unit: str
+
+    @classmethod
+    def of(cls, what: str, samples: Sequence[float], unit: str) -> Measurement:
+        return cls(what, statistics.median(samples), min(samples), max(samples), len(samples), unit)
 
     def __str__(self) -> str:
         return f"{self.median:.1f} {self.unit} (median of {self.n}, {self.low:.1f} to {self.high:.1f})"
@@ -55,7 +59,7 @@ def timed(what: str, work: Callable[[], object], n: int = 5) -> Measurement:
         started = time.perf_counter()
         work()
         times.append((time.perf_counter() - started) * 1e3)
-    return Measurement(what, statistics.median(times), min(times), max(times), n, "ms")
+    return Measurement.of(what, times, "ms")
 
 
 def environment() -> dict[str, str]:
@@ -93,7 +97,7 @@ def _rates(what: str, amount: float, unit: str, n: int, work: Callable[[], objec
     """`amount` per second over `n` runs, after one run to warm up."""
     _seconds(work, device)
     rates = [amount / _seconds(work, device) for _ in range(n)]
-    return Measurement(what, statistics.median(rates), min(rates), max(rates), n, unit)
+    return Measurement.of(what, rates, unit)
 
 
 def _seconds(work: Callable[[], object], device: str) -> float:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +11,7 @@ from typing import Any
 from shared.bpe import BytePairEncoder, Pair, Word, count_pairs, merge_pair, spell, split_words, train_bpe
 from shared.lab import Check, Choice, Explorer, Field, Question, Stepper, call, expect, expect_error, fail
 from shared.lab.form import some_text
-from shared.lab.machine import Measurement
+from shared.lab.machine import Measurement, timed
 from shared.lab.markup import (
     ACCENT,
     LINE,
@@ -213,18 +211,8 @@ def merge_stepper(encoder: BytePairEncoder, count: Callable = count_pairs,
 def encode_times(encoder: BytePairEncoder, tokenizer: Tokenizer, n: int = 7) -> list[Measurement]:
     """Milliseconds to encode the same text of a few thousand characters, ours and the library's."""
     text = "\n".join(RIGHTS.values()) * 8
-    return [_timed(f"{name} encodes {len(text):,} characters", lambda encode=encode: encode(text), n)
+    return [timed(f"{name} encodes {len(text):,} characters", lambda encode=encode: encode(text), n)
             for name, encode in (("our encoder", encoder.encode), ("the library", tokenizer.encode))]
-
-
-def _timed(what: str, work: Callable[[], object], n: int) -> Measurement:
-    work()  # warm up
-    times = []
-    for _ in range(n):
-        start = time.perf_counter()
-        work()
-        times.append((time.perf_counter() - start) * 1e3)
-    return Measurement(what, statistics.median(times), min(times), max(times), n, "ms")
 
 
 def main() -> None:

@@ -55,7 +55,7 @@ def roofline(intensities: Sequence[float], speeds: Sequence[float], lengths: Seq
     axes.set(xscale="log", yscale="log", xlabel="operations for each byte of weights", ylabel="GFLOP/s")
     axes.xaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_major_formatter("{x:g}")
-    axes.legend(loc="upper left", fontsize=9)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, fontsize=9)
     return to_png(figure)
 
 

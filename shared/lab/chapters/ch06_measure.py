@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,7 +24,7 @@ def first_token_times(model: Transformer, tokenizer: Tokenizer, n: int = 5) -> l
     results = []
     for name, in_turns in (("one after the other", False), ("taking turns", True)):
         times = [second_wait(model, tokenizer, in_turns) * 1e3 for _ in range(n + 1)]  # the first warms up
-        results.append(measurement(f"first token of the second caller, {name}", times[1:], "ms"))
+        results.append(Measurement.of(f"first token of the second caller, {name}", times[1:], "ms"))
     return results
 
 
@@ -67,7 +66,7 @@ def text_times(tokenizer: Tokenizer, text: str, n: int = 9) -> list[Measurement]
         for token_id in ids:
             answer.push(token_id)
 
-    return [measurement(f"text of one token, {words}", timed(lambda stop=stop: push_all(stop), n, len(ids)), "µs")
+    return [Measurement.of(f"text of one token, {words}", timed(lambda stop=stop: push_all(stop), n, len(ids)), "µs")
             for words, stop in (("no stop string", ()), ("four stop strings", STOPS))]
 
 
@@ -80,10 +79,6 @@ def timed(work: Callable[[], object], n: int, per: int) -> list[float]:
         work()
         times.append((time.perf_counter() - start) * 1e6 / per)
     return times
-
-
-def measurement(what: str, times: Sequence[float], unit: str) -> Measurement:
-    return Measurement(what, statistics.median(times), min(times), max(times), len(times), unit)
 
 
 def save() -> Path:

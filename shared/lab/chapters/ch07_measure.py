@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -35,8 +34,8 @@ def decision_times(make: Callable[..., Scheduler] = Scheduler, n: int = 50) -> l
         for i in range(ROWS + waiting):
             scheduler.add(make_request(str(i), 8, 4000))
         step(scheduler)
-        times = [step(scheduler) for _ in range(n)]
-        results.append(measured(f"one decision, {ROWS} requests run and {waiting} wait", times, 1e6, "µs"))
+        times = [step(scheduler) * 1e6 for _ in range(n)]
+        results.append(Measurement.of(f"one decision, {ROWS} requests run and {waiting} wait", times, "µs"))
     return results
 
 
@@ -57,13 +56,8 @@ def model_times(model: Transformer, n: int = 9, context: int = 100) -> Measureme
     for _ in range(n + 1):  # the first warms up
         started = time.perf_counter()
         cached_logits(model, cache, [7], context)
-        times.append(time.perf_counter() - started)
-    return measured("one run of the model, one token", times[1:], 1e3, "ms")
-
-
-def measured(what: str, seconds: list[float], scale: float, unit: str) -> Measurement:
-    times = [each * scale for each in seconds]
-    return Measurement(what, statistics.median(times), min(times), max(times), len(times), unit)
+        times.append((time.perf_counter() - started) * 1e3)
+    return Measurement.of("one run of the model, one token", times[1:], "ms")
 
 
 def save() -> Path:
