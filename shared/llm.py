@@ -167,7 +167,7 @@ class LLM:
                 self.engine.add_request(name, prompt["prompt"], params, cache_salt=prompt["cache_salt"])
                 names.append(name)
                 self._ready[name] = []
-            while names:
+            while self._is_expecting(names):
                 for output in self._take_outputs(names):
                     if output.finished:
                         names.remove(output.request_id)
@@ -177,9 +177,13 @@ class LLM:
                 self.engine.abort(name)
                 self._ready.pop(name, None)
 
+    def _is_expecting(self, names: Sequence[str]) -> bool:
+        """Whether one of these requests may still report; not if it was aborted on the engine itself."""
+        return any(name in self.engine.groups or self._ready[name] for name in names)
+
     def _take_outputs(self, names: Sequence[str]) -> list[RequestOutput]:
         """Step until one of these requests has something to report; what others report waits for their stream."""
-        while not any(self._ready[name] for name in names):
+        while self._is_expecting(names) and not any(self._ready[name] for name in names):
             for output in self.engine.step():
                 if output.request_id in self._ready:
                     self._ready[output.request_id].append(output)

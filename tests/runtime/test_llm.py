@@ -186,6 +186,13 @@ def test_closing_a_stream_aborts_what_is_unfinished(llm):
     assert is_whole(llm)
 
 
+def test_a_stream_ends_when_its_request_is_aborted_on_the_engine(llm):
+    stream = llm.stream("abc", GREEDY)
+    name = next(stream).request_id
+    assert llm.engine.abort(name).outputs[0].finish_reason == "abort"
+    assert list(stream) == [] and is_whole(llm)
+
+
 def test_an_error_in_the_loop_of_the_caller_aborts_as_well(llm):
     with pytest.raises(ZeroDivisionError):
         for _ in llm.stream(["abc", "def"], GREEDY):
