@@ -45,16 +45,16 @@ CHAPTER_OF_MODULE = {
     "sampling_params": "05", "sampling": "05",
     "request": "06", "output": "06",
     "allocator": "07", "scheduler": "07", "trace": "07",
-    "batch": "08", "engine": "08", "llm": "08",
+    "batch": "08", "processor": "08", "engine": "08", "llm": "08",
     "block_manager": "09",
     "prefix_cache": "10",
     "parallel": "11",
-    "attention": "12", "kernels": "12", "runner": "12",
-    "server": "13",
+    "attention": "12", "cpu_attention": "12", "kernels": "12", "runner": "12", "cuda_graph": "12",
+    "engine_args": "13", "async_engine": "13", "server": "13",
     "bench": "14",
 }  # fmt: skip
 PLUMBING = ("__init__", "selfcheck", "default_model")  # hold no stage of the engine: no chapter prints them
-ASSEMBLY = ("llm",)  # puts the parts of all chapters together, so it may import from later ones
+ASSEMBLY = ("llm", "engine_args")  # put the parts of all chapters together: they may import from later ones
 KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 CELL_SECONDS, NOTEBOOK_SECONDS = 120, 60
 
@@ -154,7 +154,7 @@ class Course:
         for notebook in self.notebooks:
             for cell in notebook.code if notebook.chapter != "00" else ():
                 for module in self._imported(ast.walk(_parsed(cell["source"]))):
-                    if (chapter := CHAPTER_OF_MODULE[module]) > notebook.chapter:
+                    if (chapter := first_chapter(module)) > notebook.chapter:
                         yield f"{notebook.place(cell)} imports {module}, of chapter {chapter}"
         for name, source in self.sources.items():
             for module in self._imported(ast.parse(source).body if name not in ASSEMBLY else ()):
@@ -193,6 +193,11 @@ class Course:
         """The modules of chapters whose notebook does not exist yet."""
         return sorted(f"{CHAPTER_OF_MODULE[module]} {module}" for module in self.sources
                       if CHAPTER_OF_MODULE.get(module, "00") not in {*self.chapters, "00"})
+
+
+def first_chapter(module: str) -> str:
+    """The chapter from which notebooks may import it: its own, or that of `llm` for what `llm` is built by."""
+    return min(CHAPTER_OF_MODULE[module], CHAPTER_OF_MODULE["llm"]) if module in ASSEMBLY else CHAPTER_OF_MODULE[module]
 
 
 def _parsed(source: str) -> ast.Module:

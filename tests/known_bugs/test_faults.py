@@ -242,8 +242,7 @@ def test_a_step_that_cannot_run_anybody_says_so_instead_of_spinning():
 
 def test_a_clock_may_start_at_zero():
     now = [0.0]
-    engine = make_engine(tiny())
-    engine.clock = lambda: now[0]
+    engine = make_engine(tiny(), clock=lambda: now[0])
     engine.add_request("r", random_prompt(4), greedy(3, ignore_eos=True))
     while engine.has_unfinished_requests():
         output = engine.step()[-1]

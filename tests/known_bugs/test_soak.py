@@ -237,7 +237,7 @@ def test_b40_soak_equal_to_alone_and_every_block_accounted_for(
 def check_empty(engine: Engine) -> None:
     allocator = engine.scheduler.allocator
     assert allocator.num_free_blocks == allocator.num_blocks
-    assert not (engine.groups or engine._answers or engine.scheduler.waiting or engine.scheduler.running)
+    assert not (engine.groups or engine.outputs.answers or engine.scheduler.waiting or engine.scheduler.running)
     if isinstance(allocator, PrefixCachingBlockManager):
         allocator.reset_prefix_cache()
         engine.scheduler.check()

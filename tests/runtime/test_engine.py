@@ -353,9 +353,8 @@ def test_an_idle_step_does_nothing():
 
 
 def test_times_follow_the_clock_even_from_zero():
-    engine = scripted()
     ticks = count()
-    engine.clock = lambda: float(next(ticks) // 3)  # several readings fall on second zero
+    engine = scripted(clock=lambda: float(next(ticks) // 3))  # several readings fall on second zero
     engine.add_request("r", "ab", SamplingParams(temperature=0, max_tokens=6))
     seen = []
     while engine.has_unfinished_requests():

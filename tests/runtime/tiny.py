@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -137,6 +138,7 @@ def make_engine(
     model: Transformer | None = None, *, runner=None, allocator=None, num_blocks: int = 64, block_size: int = 4,
     max_model_len: int = 200, max_num_seqs: int = 8, max_num_batched_tokens: int = 64, chunked: bool = True,
     policy="fcfs", tokenizer=None, trace: bool = True, seed: int = 0, sampler=None, poison: float | None = None,
+    clock=time.perf_counter,
 ) -> Engine:
     """An engine around a tiny model or a stub runner, every part of it open to the test."""
     allocator = allocator or BlockManager(num_blocks, block_size)
@@ -150,7 +152,7 @@ def make_engine(
     limits = RequestLimits(model.config.vocab_size if model else VOCAB, max_model_len)
     return Engine(
         runner, scheduler, tokenizer or ToyTokenizer(), limits, sampler=sampler, trace=Trace() if trace else None,
-        seed=seed,
+        seed=seed, clock=clock,
     )
 
 
