@@ -23,8 +23,13 @@ def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
     return hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=16, key=parent).digest()
 
 
-class PrefixCachingBlockManager(BlockManager):
-    """Counts the users of each block, and finds computed blocks by their hash."""
+def hash_root(cache_salt: str) -> bytes:
+    """The parent of every first block: tenants with different salts never share."""
+    return hashlib.blake2b(cache_salt.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+class BlockPool(BlockManager):
+    """Blocks with users and names: what nobody uses keeps its content, and can be found, until it is taken."""
 
     def __init__(self, num_blocks: int, block_size: int):
         super().__init__(num_blocks, block_size)
@@ -32,6 +37,54 @@ class PrefixCachingBlockManager(BlockManager):
         self.ref_counts = [0] * num_blocks
         self.hash_of: dict[int, bytes] = {}  # published blocks, in use or free
         self.block_of: dict[bytes, int] = {}
+
+    def take(self) -> int:
+        """The least recently used free block; what it held is forgotten."""
+        block, _ = self.free_blocks.popitem(last=False)
+        if block in self.hash_of:
+            del self.block_of[self.hash_of.pop(block)]
+            self.evicted.append(block)
+        self.ref_counts[block] = 1
+        return block
+
+    def share(self, block: int) -> None:
+        """One more user; a free block leaves the free ones."""
+        if self.ref_counts[block] == 0:
+            del self.free_blocks[block]
+        self.ref_counts[block] += 1
+
+    def give_back(self, block: int) -> None:
+        """One user less; without any the block is free, the last to be taken."""
+        self.ref_counts[block] -= 1
+        if self.ref_counts[block] == 0:
+            self.free_blocks[block] = None
+
+    def publish(self, block: int, block_hash: bytes) -> None:
+        """Let others find a computed block; the first block of a content keeps the name."""
+        if block not in self.hash_of and block_hash not in self.block_of:
+            self.hash_of[block], self.block_of[block_hash] = block_hash, block
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every published block. Requests that run keep theirs."""
+        self.hash_of.clear()
+        self.block_of.clear()
+
+    def check(self, requests: Iterable[Request]) -> None:
+        users = [0] * self.num_blocks
+        for request in requests:
+            assert len(set(request.block_table)) == len(request.block_table), "a request holds a block twice"
+            for block in request.block_table:
+                users[block] += 1
+        assert users == self.ref_counts, "a reference count is wrong"
+        assert sorted(self.free_blocks) == [b for b, count in enumerate(users) if count == 0], "the free list is wrong"
+        assert {b: h for h, b in self.block_of.items()} == self.hash_of, "the two maps disagree"
+
+
+class PrefixCachingBlockManager(BlockPool):
+    """Finds the beginning of a request among the blocks that are computed already."""
+
+    def __init__(self, num_blocks: int, block_size: int):
+        super().__init__(num_blocks, block_size)
         self.num_queried_tokens = self.num_hit_tokens = 0
 
     def get_computed_blocks(self, request: Request) -> list[int]:
@@ -45,6 +98,13 @@ class PrefixCachingBlockManager(BlockManager):
                 break
             found.append(self.block_of[block_hash])
         return found
+
+    def cache_blocks(self, request: Request, start: int) -> None:
+        """Publish the blocks that have become full and computed."""
+        num_full = request.num_computed_tokens // self.block_size
+        hashes = self.hashes(request, num_full)
+        for index in range(start // self.block_size, num_full):
+            self.publish(request.block_table[index], hashes[index])
 
     def hashes(self, request: Request, num_blocks: int) -> list[bytes]:
         """The hashes of the request's full blocks, at least the first num_blocks; each is computed once."""
@@ -67,51 +127,3 @@ class PrefixCachingBlockManager(BlockManager):
             self.num_queried_tokens += request.num_tokens
             self.num_hit_tokens += len(computed) * self.block_size
         return allocated
-
-    def take(self) -> int:
-        """The least recently used free block; what it held is forgotten."""
-        block, _ = self.free_blocks.popitem(last=False)
-        if block in self.hash_of:
-            del self.block_of[self.hash_of.pop(block)]
-            self.evicted.append(block)
-        self.ref_counts[block] = 1
-        return block
-
-    def share(self, block: int) -> None:
-        if self.ref_counts[block] == 0:
-            del self.free_blocks[block]
-        self.ref_counts[block] += 1
-
-    def give_back(self, block: int) -> None:
-        self.ref_counts[block] -= 1
-        if self.ref_counts[block] == 0:
-            self.free_blocks[block] = None
-
-    def cache_blocks(self, request: Request, start: int) -> None:
-        """Publish the blocks that are full and computed; the first block of a content keeps the name."""
-        num_full = request.num_computed_tokens // self.block_size
-        hashes = self.hashes(request, num_full)
-        for index in range(start // self.block_size, num_full):
-            block, block_hash = request.block_table[index], hashes[index]
-            if block not in self.hash_of and block_hash not in self.block_of:
-                self.hash_of[block], self.block_of[block_hash] = block_hash, block
-
-    def reset_prefix_cache(self) -> None:
-        """Forget every published block. Requests that run keep theirs."""
-        self.hash_of.clear()
-        self.block_of.clear()
-
-    def check(self, requests: Iterable[Request]) -> None:
-        users = [0] * self.num_blocks
-        for request in requests:
-            assert len(set(request.block_table)) == len(request.block_table), "a request holds a block twice"
-            for block in request.block_table:
-                users[block] += 1
-        assert users == self.ref_counts, "a reference count is wrong"
-        assert sorted(self.free_blocks) == [b for b, count in enumerate(users) if count == 0], "the free list is wrong"
-        assert {b: h for h, b in self.block_of.items()} == self.hash_of, "the two maps disagree"
-
-
-def hash_root(cache_salt: str) -> bytes:
-    """The parent of every first block: tenants with different salts never share."""
-    return hashlib.blake2b(cache_salt.encode("utf-8", "surrogatepass"), digest_size=16).digest()
