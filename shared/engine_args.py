@@ -1,7 +1,8 @@
 """The options of an engine, and the one place where its parts are put together."""
 from __future__ import annotations
 
-from dataclasses import dataclass
+import argparse
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
@@ -160,3 +161,19 @@ def longest_request(args: EngineArgs, config: ModelConfig, num_blocks: int) -> i
     if args.max_model_len is not None and args.max_model_len > longest:
         raise InvalidRequestError("max_model_len", args.max_model_len, f"at most {longest}, the limit of {name}")
     return args.max_model_len or longest
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """A flag for each field: --max-num-seqs for max_num_seqs, --enable-... and --no-enable-... for yes and no."""
+    for field in fields(EngineArgs):
+        flag = f"--{field.name.replace('_', '-')}"
+        if isinstance(field.default, bool):
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=field.default)
+        else:
+            kind = next((kind for kind in (int, float) if kind.__name__ in field.type), str)
+            parser.add_argument(flag, type=kind, default=field.default)
+
+
+def engine_args(namespace: argparse.Namespace) -> EngineArgs:
+    """The options that these flags set."""
+    return EngineArgs(**{field.name: getattr(namespace, field.name) for field in fields(EngineArgs)})
