@@ -10,6 +10,7 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch loads: threads that wait do not spin
+os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton's kernels run on the CPU; checks of a GPU start a process
 
 
 @pytest.fixture(autouse=True)
