@@ -49,7 +49,8 @@ CHAPTER_OF_MODULE = {
     "block_manager": "09",
     "prefix_cache": "10",
     "parallel": "11",
-    "attention": "12", "cpu_attention": "12", "kernels": "12", "kernels_attention": "12", "runner": "12", "cuda_graph": "12",
+    "attention": "12", "cpu_attention": "12", "kernels": "12", "kernels_attention": "12", "runner": "12",
+    "cuda_graph": "12",
     "engine_args": "13", "async_engine": "13", "server": "13",
     "bench": "14",
 }  # fmt: skip
