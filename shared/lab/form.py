@@ -72,7 +72,7 @@ class Choice:
 
     def control(self) -> widgets.Widget:
         return widgets.Dropdown(options=list(self.options), value=self.value,
-                                layout=widgets.Layout(width="auto", min_width="10em"))
+                                layout=widgets.Layout(width="auto", min_width="10em", max_width="44em"))
 
     def parse(self, value: str) -> str:
         return value
@@ -204,7 +204,8 @@ def _whole(word: str, low: int, high: int | None) -> int:
     try:
         number = int(word)
     except ValueError:
-        raise ValueError(f"{word!r} is not a whole number ({limits})") from None
+        shown = word if len(word) <= 30 else f"{word[:27]}..."
+        raise ValueError(f"{shown!r} is not a whole number ({limits})") from None
     if number < low or (high is not None and number > high):
         raise ValueError(f"{number} is not {limits}")
     return number

@@ -30,17 +30,21 @@ def fail(words: str) -> None:
 
 def expect(fn: Callable, args: tuple, want: object, *, kwargs: Mapping[str, Any] | None = None,
            case: str = "", tolerance: float = 1e-6, keeps_arguments: bool = False,
-           seconds: float = TIME_LIMIT) -> Any:
+           mistakes: Mapping[str, Any] | None = None, seconds: float = TIME_LIMIT) -> Any:
     """Call `fn(*args, **kwargs)` on copies; the result if it equals `want`, else `Wrong` with the case.
 
-    `case` names the case ("an empty prompt") where the arguments would not. Floats may differ by `tolerance`
-    (relative and absolute); a list equals a tuple, a tensor or array the nested list of its numbers. With
-    `keeps_arguments` a function that changes what it was given is wrong.
+    `case` names the case ("an empty prompt") where the arguments would not; one that ends in a colon is taken
+    as it is. `mistakes` maps words ("that forgets the values") to what comes of the mistake. Floats may differ
+    by `tolerance` (relative and absolute); a list equals a tuple, a tensor or array the nested list of its
+    numbers. With `keeps_arguments` a function that changes what it was given is wrong.
     """
     where = _where(fn, args, kwargs or {}, case)
     given = _own_copy(args)
     got = call(fn, *given, kwargs=_own_copy(kwargs or {}), case=where, seconds=seconds)
     if not same(got, want, tolerance):
+        words = next((words for words, value in (mistakes or {}).items() if same(got, value, tolerance)), None)
+        if words:
+            raise Wrong(f"{where} your function returned {short(got)}; {words}. Expected {short(want)}.")
         first = _first(got, want, tolerance)
         raise Wrong(f"{where} your function returned {short(got)}; expected {short(want)}.{first}")
     if keeps_arguments and _plain(args) and not same(given, args, 0.0):
@@ -69,7 +73,7 @@ def expect_error(fn: Callable, args: tuple, error: type[BaseException], *, case:
 def call(fn: Callable, *args: Any, kwargs: Mapping[str, Any] | None = None, case: str = "",
          seconds: float = TIME_LIMIT) -> Any:
     """Call the reader's function under a time limit; what it raises becomes `Wrong`, except in a stub."""
-    where = case if case.endswith(":") else _where(fn, args, kwargs or {}, case)
+    where = _where(fn, args, kwargs or {}, case)
     try:
         return _limited(lambda: fn(*args, **(kwargs or {})), seconds, where)
     except (NotImplementedError, Wrong):
@@ -106,7 +110,7 @@ def short(value: object, limit: int = 90) -> str:
 
 def _where(fn: Callable, args: tuple, kwargs: Mapping[str, Any], case: str) -> str:
     if case:
-        return f"Case {case!r}:"
+        return case if case.endswith(":") else f"Case {case!r}:"
     try:
         given = inspect.signature(fn).bind(*args, **kwargs).arguments
         words = [f"{name} = {short(value)}" for name, value in given.items()]
@@ -121,7 +125,7 @@ def _first(got: object, want: object, tolerance: float) -> str:
     if not isinstance(got, (list, tuple)) or not isinstance(want, (list, tuple)):
         return ""
     if len(got) != len(want):
-        return f" It has {len(got)} items instead of {len(want)}."
+        return "" if max(len(got), len(want)) <= 6 else f" It has {len(got)} items instead of {len(want)}."
     differ = [i for i, pair in enumerate(zip(got, want, strict=True)) if not same(*pair, tolerance)]
     if len(want) <= 6:
         return ""

@@ -107,6 +107,12 @@ class Stepper:
         self._states, self._ended = iter(()), True
         self.fields.complain(explain(wrong))
 
+    def _place(self) -> str:
+        """Where we are, and how far it goes if more is known than this."""
+        last = len(self.frames) - 1
+        more = self._ended or self.index < last or last >= self.max_steps
+        return f"Step {self.index} of {self._known()}" if more else f"Step {self.index}"
+
     def _known(self) -> str:
         last = max(0, len(self.frames) - 1)
         if self._ended:
@@ -114,7 +120,7 @@ class Stepper:
         return f"{last} (limit)" if last >= self.max_steps else f"{last} so far"
 
     def _draw(self) -> None:
-        place = f"Step {self.index} of {self._known()}." if self.frames else "There is nothing to step."
+        place = f"{self._place()}." if self.frames else "There is nothing to step."
         self.frame.value = panel(Html(self.frames[self.index])) if self.frames else ""
         last = max(0, len(self.frames) - 1)
         at_end = self.index >= last and (self._ended or last >= self.max_steps)

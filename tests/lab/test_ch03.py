@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shared.lab.chapters import ch03
+from shared.lab.chapters import ch03, ch03_measure
 
 
 class Letters:
@@ -49,6 +49,12 @@ def test_back_and_run_to_the_end(stepper):
 def test_the_triangle_counts_what_the_sum_says():
     drawn = ch03.triangle((3, 4, 5))
     assert drawn.count("■") == 5 and drawn.count("□") == 7
+
+
+def test_the_chart_has_a_point_for_each_step_of_the_loop():
+    times = ch03_measure.loop_times(always_b(None, [0]), 5)
+    assert len(times) == 5 and all(0 <= each < 5000 for each in times)
+    assert ch03_measure.time_chart(3, times, 1.0).startswith(b"\x89PNG")
 
 
 def test_a_prompt_that_is_too_long_is_refused():

@@ -186,8 +186,21 @@ def test_long_results_are_shortened_and_the_first_difference_is_located():
         expect(lambda n: [*range(50), 7, *range(51, n)], (100,), list(range(100)))
     assert "The first difference is item 50: 7 instead of 50." in str(wrong.value)
     assert len(str(wrong.value)) < 300
-    with pytest.raises(Wrong, match="It has 3 items instead of 2"):
+    with pytest.raises(Wrong, match="It has 8 items instead of 7"):
+        expect(lambda: list(range(8)), (), list(range(7)))
+    with pytest.raises(Wrong) as wrong:
         expect(lambda: [1, 2, 3], (), [1, 2])
+    assert str(wrong.value) == "Without arguments: your function returned [1, 2, 3]; expected [1, 2]."
+
+
+def test_a_known_mistake_is_named_and_a_case_that_ends_in_a_colon_stays_as_it_is():
+    mistakes = {"that counts the last one twice": 11, "that counts from 1": 12}
+    with pytest.raises(Wrong) as wrong:
+        expect(lambda: 12, (), 10, case="With ten apples:", mistakes=mistakes)
+    assert str(wrong.value) == "With ten apples: your function returned 12; that counts from 1. Expected 10."
+    with pytest.raises(Wrong, match="With ten apples: your function returned 13; expected 10"):
+        expect(lambda: 13, (), 10, case="With ten apples:", mistakes=mistakes)
+    assert expect(lambda: 10, (), 10, mistakes={"a mistake that gives the right answer": 10}) == 10
 
 
 def test_no_memory_address_and_no_line_break_in_words():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -88,7 +89,7 @@ def judge_packed(fn: Callable) -> None:
         q, k, v = (torch.randn(sum(lengths), count, head_dim, generator=generator) * 2
                    for count in (heads, kv_heads, kv_heads))
         out = call(fn, q.clone(), k.clone(), v.clone(), list(lengths), case=f"Case {name!r}:")
-        _judge_output(out, packed(q, k, v, lengths), lengths, f"Case {name!r}:")
+        _judge_output(out, packed(q, k, v, lengths), lengths, f"Case {name!r}:", misread(q, k, v, lengths))
 
 
 def packed(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
@@ -96,7 +97,29 @@ def packed(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
     return torch.cat([CausalAttention()(0, *part) for part in parts])
 
 
-def _judge_output(out: Any, want: Tensor, lengths: Sequence[int], case: str) -> None:
+def misread(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> dict[str, Tensor]:
+    """What comes of the likely mistakes."""
+    prompt = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))  # [T]
+    own, groups = prompt[:, None] == prompt, q.shape[1] // k.shape[1]
+
+    def attended(q: Tensor, k: Tensor, visible: Tensor, v: Tensor = v) -> Tensor:
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)
+        return out[0].transpose(0, 1)
+
+    return {
+        "tokens look back into the prompts before their own": attended(q, k, torch.ones_like(own).tril()),
+        "tokens look ahead": attended(q, k, own),
+        "a token does not see itself": attended(q, k, own.tril(-1)),
+        "tokens look ahead, and into other prompts": attended(q, k, torch.ones_like(own)),
+        "query head i uses key head i % kv_heads; heads that share stand side by side":
+            attended(q, k.repeat(1, groups, 1), own.tril(), v.repeat(1, groups, 1)),
+        "the scores are not divided by the root of head_dim": attended(q * q.shape[-1] ** 0.5, k, own.tril()),
+    }
+
+
+def _judge_output(out: Any, want: Tensor, lengths: Sequence[int], case: str,
+                  mistakes: dict[str, Tensor]) -> None:
     if not isinstance(out, Tensor):
         fail(f"{case} your function returned {type(out).__name__}, not a tensor.")
     if out.shape != want.shape:
@@ -108,7 +131,10 @@ def _judge_output(out: Any, want: Tensor, lengths: Sequence[int], case: str) -> 
         prompt = next(i for i in range(len(lengths)) if token < sum(lengths[: i + 1]))
         heads = int(off[token].sum())
         where = f"in {heads} of {want.shape[1]} heads"
-        fail(f"{case} the result of token {token}, in prompt {prompt}, is wrong {where}.")
+        found = [words for words, other in mistakes.items() if torch.allclose(out, other, atol=1e-4)]
+        blame = f" It is what comes out if {found[0]}." if found else ""
+        blame = blame or (" It is not a number: does the token see itself?" if out[token].isnan().any() else "")
+        fail(f"{case} the result of token {token}, in prompt {prompt}, is wrong {where}.{blame}")
 
 
 SHAPES = {
@@ -133,7 +159,7 @@ def judge_operations(fn: Callable) -> None:
             config = small_config(**changes)
             want = prefill_operations(config, num_tokens)
             case = f"{name}, {num_tokens} token{'s' if num_tokens > 1 else ''}"
-            expect(fn, (config, num_tokens), want, case=case, tolerance=0.0)
+            expect(fn, (config, num_tokens), want, case=case, tolerance=0.0, mistakes=bills(config, num_tokens))
 
 
 def prefill_operations(config: ModelConfig, num_tokens: int) -> int:
@@ -143,6 +169,32 @@ def prefill_operations(config: ModelConfig, num_tokens: int) -> int:
     weights = sum(weight.numel() for weight in layers.parameters() if weight.dim() == 2)
     square = 4 * num_tokens**2 * config.num_attention_heads * config.head_dim * config.num_hidden_layers
     return 2 * num_tokens * weights + square + 2 * config.vocab_size * config.hidden_size
+
+
+def bills(config: ModelConfig, num_tokens: int) -> dict[str, int]:
+    """What comes of the likely mistakes."""
+    want, queries = prefill_operations(config, num_tokens), config.num_attention_heads * config.head_dim
+    square = 4 * num_tokens**2 * queries * config.num_hidden_layers
+    head, each = 2 * config.vocab_size * config.hidden_size, 2 * num_tokens * config.num_hidden_layers
+
+    def changed(**sizes: int) -> int:
+        return prefill_operations(replace(config, **sizes), num_tokens)
+
+    return {
+        "that counts one operation for a product and its sum, not two": (want + square) // 2,
+        "that counts half of everything: a product and a sum are two operations": want // 2,
+        "that runs lm_head for every position": want + (num_tokens - 1) * head,
+        "that leaves out lm_head": want - head,
+        "that leaves out attention": want - square,
+        "that counts half of attention: both queries times keys and weights times values are two each":
+            want - square // 2,
+        "that takes hidden_size / heads for head_dim":
+            changed(head_dim=config.hidden_size // config.num_attention_heads),
+        "that counts a key head for each query head": changed(num_key_value_heads=config.num_attention_heads),
+        "that counts two matrices of SwiGLU, which has three":
+            want - each * config.hidden_size * config.intermediate_size,
+        "that leaves out o_proj": want - each * config.hidden_size * queries,
+    }
 
 
 TABLES = ((64, 10_000.0), (64, 100_000.0), (32, 10_000.0))

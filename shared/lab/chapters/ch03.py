@@ -53,7 +53,8 @@ def render_step(state: Step, index: int) -> Html:
         return join([row, note("The prompt. Nothing has run yet.")])
     rows = [[mono(visible(text)), bar(share, f"{share:.0%}")] for text, share in state.candidates]
     total, again = sum(state.runs), sum(state.runs) - state.runs[-1]
-    words = f"Step {index} ran {state.runs[-1]} positions to add one token. So far {total}, of which {again} again."
+    ran = f"{state.runs[-1]} position{'s' if state.runs[-1] > 1 else ''}"
+    words = f"Step {index} ran {ran} to add one token. So far {total}, of which {again} again."
     return join([row, table(["candidate", "probability"], rows, lit=[0]), strong(words), triangle(state.runs),
                  note(f"A line for each step: {NEW} a position run for the first time, {OLD} one run again.")])
 
@@ -67,17 +68,22 @@ def decode_stepper(model: Any, tokenizer: Any, steps: Callable) -> Stepper:
     )  # fmt: skip
 
 
+def counted(tokens: int) -> str:
+    return f"{tokens:,} token{'s' if tokens > 1 else ''}"
+
+
 def judge_positions(fn: Any) -> Score | str | None:
     """Exercise 03.1: the closed form, checked where a loop would be too slow."""
-    for prompt, new in ((20, 1), (1, 10), (20, 100), (7, 3), (1000, 2_000_000_000)):
+    for prompt, new in ((20, 100), (1, 10), (20, 1), (7, 3), (1000, 2_000_000_000)):
         want = new * prompt + new * (new - 1) // 2
-        case = f"For a prompt of {prompt} tokens and {new:,} new ones"
-        got = call(fn, prompt, new, case=case)
-        if got == want + prompt + new:
-            fail(f"{case}, your function returned {got}; that runs the last new token as well. Expected {want}.")
-        if got == new * prompt != want:
-            fail(f"{case}, your function returned {got}; that forgets that the list grows. Expected {want}.")
-        expect(fn, (prompt, new), want, case=case)
+        mistakes = {
+            "that runs the last new token as well": want + prompt + new,
+            "that counts each list after its new token came, not before": want + new,
+            "that forgets that the list grows": new * prompt,
+            "that counts each position once, and the loop runs them again": prompt + new - 1,
+            "that counts each position once, even one that never goes in": prompt + new,
+        }
+        expect(fn, (prompt, new), want, case=f"With {counted(prompt)} of prompt and {new:,} new:", mistakes=mistakes)
     return None
 
 
@@ -98,12 +104,22 @@ class CountedRuns:
     """`run(ids)`: the best token after each position. Counts the runs and the positions."""
 
     def __init__(self) -> None:
-        self.runs: list[int] = []
+        self.seen: list[list[int]] = []
+
+    @property
+    def runs(self) -> list[int]:
+        return [len(ids) for ids in self.seen]
 
     def __call__(self, ids: Any) -> list[int]:
         ids = list(ids)
-        self.runs.append(len(ids))
+        self.seen.append(ids)
         return [after(ids[: place + 1]) for place in range(len(ids))]
+
+
+def late(prompt: list[int], draft: list[int]) -> int:
+    """The answer of a comparison that is one place late: each token with the guess for the next place."""
+    rows = CountedRuns()([*prompt, *draft])[len(prompt) :]
+    return next((place for place, pair in enumerate(zip(rows, draft)) if pair[0] != pair[1]), len(draft))
 
 
 def judge_agreed(fn: Any) -> Score | str | None:
@@ -113,16 +129,21 @@ def judge_agreed(fn: Any) -> Score | str | None:
         draft = draft_of(prompt, size, wrong_at)
         want = size if wrong_at is None else wrong_at
         place = "all of it" if wrong_at is None else f"token {wrong_at + 1} is the first wrong one"
-        case = f"For a prompt of {len(prompt)} tokens and a draft of {size} ({place})"
+        case = f"With {counted(len(prompt))} of prompt and a draft of {size} ({place}),"
         run = CountedRuns()
-        got = call(fn, run, list(prompt), list(draft), case=case)
+        got = call(fn, run, list(prompt), list(draft), case=f"{case[:-1]}:")
+        if run.seen and any(ids[: len(prompt)] != prompt for ids in run.seen):
+            fail(f"{case} your function ran {run.seen[0]} without the prompt {prompt}, which the draft answers.")
+        if got == late(prompt, draft) != want:
+            fail(f"{case} your function returned {got}; each token was compared with the guess for the place after "
+                 f"it. Expected {want}.")
         if wrong_at is not None and got == size - 1:
-            fail(f"{case}, your function returned {got}; after a wrong token, nothing counts: the loop would never "
+            fail(f"{case} your function returned {got}; after a wrong token, nothing counts: the loop would never "
                  f"have been there. Expected {want}.")
         if got != want:
-            fail(f"{case}, your function returned {got!r}; expected {want}.")
+            fail(f"{case} your function returned {got!r}; expected {want}.")
         if len(run.runs) > 1:
-            fail(f"{case}, your answer is right, but it took {len(run.runs)} runs of the model. One is enough.")
+            fail(f"{case} your answer is right, but it took {len(run.runs)} runs of the model. One is enough.")
         cost, best = cost + sum(run.runs), best + len(prompt) + size - 1
     return Score("positions run", cost, best)
 
@@ -158,6 +179,8 @@ def judge_generate(fn: Any) -> Score | str | None:
         got = call(fn, scripted(answers, case), prompt, max_tokens, frozenset(eos), case=case)
         if not isinstance(got, tuple) or len(got) != 2:
             fail(f"{case}, your function returned {got!r}; expected a pair: the new ids, the reason.")
+        if list(got[0]) == [*prompt, *want]:
+            fail(f"{case}, your function returned the prompt as well; expected the new ids {want}.")
         if list(got[0]) != want:
             fail(f"{case}, the model wrote {answers} and your function kept {list(got[0])}; expected {want}.")
         if got[1] != reason:

@@ -33,7 +33,9 @@ OPTIONS = {  # name of the case: probabilities, min_p, top_k, top_p
 
 
 def judge_survivors(fn: Callable) -> None:
-    for case, options in OPTIONS.items():
+    for name, options in OPTIONS.items():
+        probs, min_p, top_k, top_p = options
+        case = f"Case {name!r}, probs = {probs}, min_p = {min_p:g}, top_k = {top_k}, top_p = {top_p:g}:"
         expect(fn, options, survivors(*options), case=case, keeps_arguments=True)
 
 
@@ -80,7 +82,9 @@ def judge_shards(fn: Callable) -> Score:
             total += sum(map(len, shards))
             want = winner(shards, noise_of(seed))
             if got != want:
-                fail(f"Case {case!r}: your function chose token {got!r}; token {want} wins the race.")
+                blame = [words for words, token in losers(shards, noise_of(seed)).items() if token == got]
+                words = blame[0] if len(blame) == 1 else ""
+                fail(f"Case {case!r}: your function chose token {got!r}{words}; token {want} wins the race.")
     if reads[0] < total:
         fail("Some weights were never read, so a likely token can be missed.")
     return Score("weights read", reads[0], best=total)
@@ -96,6 +100,20 @@ def winner(shards: Sequence[Sequence[float]], noise: Callable[[int], float]) -> 
     return max(range(len(weights)), key=lambda token: weights[token] / noise(token))
 
 
+def losers(shards: Sequence[Sequence[float]], noise: Callable[[int], float]) -> dict[str, int]:
+    """Who comes out of the likely mistakes."""
+    weights = [weight for shard in shards for weight in shard]
+    places = [(weight / noise(place), place) for shard in shards for place, weight in enumerate(shard)]
+    shares = [weight / (sum(shard) or 1.0) for shard in shards for weight in shard]
+    ids = range(len(weights))
+    return {
+        ", counting ids from 0 in each shard": max(places)[1],
+        ", as if each shard's weights added up to 1": max(ids, key=lambda token: shares[token] / noise(token)),
+        ", the heaviest, as if there were no race": max(ids, key=weights.__getitem__),
+        ", multiplying by the noise": max(ids, key=lambda token: weights[token] * noise(token)),
+    }
+
+
 HOT = [0.5, 0.3, 0.15, 0.05]
 
 
@@ -104,10 +122,11 @@ def judge_min_p(fn: Callable) -> None:
         logits = torch.tensor(HOT).log()
         probs = (logits.double() / temperature).softmax(-1)
         want = (probs >= min_p * probs.max() * (1 - 1e-9)).nonzero().flatten().tolist()
-        expect(fn, (logits, temperature, min_p), want, case=f"temperature {temperature:g}, min_p {min_p:g}")
+        case = f"temperature {temperature:g}, min_p {min_p:g}, probabilities {HOT} before the temperature"
+        expect(fn, (logits, temperature, min_p), want, case=case)
 
 
-CHECKS = {"05.1": Check(judge_survivors), "05.2": Check(judge_shards), "05.4": Check(judge_min_p)}
+CHECKS = {"05.1": Check(judge_survivors), "05.2": Check(judge_shards), "05.b": Check(judge_min_p)}
 
 # Quiz
 

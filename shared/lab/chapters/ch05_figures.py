@@ -108,7 +108,8 @@ class Scores:
 STAGES = (
     ("raw scores", "What the model says: softmax of the raw scores. Logprobs are of these."),
     ("penalties", "Scores of tokens that have occurred are lowered. Logit bias would be added here too."),
-    ("temperature", "Scores are divided by the temperature. The order of the tokens stays."),
+    ("temperature", "Scores are divided by the temperature. The order of the tokens stays. "
+                    "A share too small for 32 bits is 0."),
     ("min_p", "Tokens less likely than `min_p` times the likeliest leave. The rest is scaled up to 1."),
     ("top_k", "Only the `top_k` likeliest stay. The rest is scaled up to 1."),
     ("top_p", "The smallest set that holds `top_p` of what is left stays. The rest is scaled up to 1."),

@@ -117,15 +117,16 @@ def one_table(positions, head_dim, theta, dtype):
 
 WRONG_ANSWERS = {
     "02.1": [
-        (prompts_see_each_other, "'two prompts': the result of token 3, in prompt 1"),
-        (looks_ahead, "'one prompt': the result of token 0"), (key_heads_in_turn, "'shared key heads'"),
-        (no_scale, "'one prompt'"), (not_itself, "token 0"),
+        (prompts_see_each_other, "in prompt 1, is wrong in 2 of 2 heads. It is what comes out if tokens look back"),
+        (looks_ahead, "if tokens look ahead"), (key_heads_in_turn, "i % kv_heads"),
+        (no_scale, "root of head_dim"), (not_itself, "does not see itself"),
         (heads_first, "shape"), (as_lists, "not a tensor"),
     ],
     "02.2": [
-        (head_dim_by_division, "a wide head_dim"), (head_for_every_position, "7 tokens"),
-        (one_for_product_and_sum, "expected"), (as_many_key_heads, "a small Llama"),
-        (only_what_the_mask_leaves, "expected"), (tied_head_is_free, "tied embeddings"),
+        (head_dim_by_division, "hidden_size / heads"), (head_for_every_position, "lm_head for every position"),
+        (one_for_product_and_sum, "one operation for a product and its sum"),
+        (as_many_key_heads, "a key head for each query head"), (only_what_the_mask_leaves, "half of attention"),
+        (tied_head_is_free, "leaves out lm_head"),
     ],
     "02.b": [
         (rounds_everything, "float16"), (rounds_the_speeds, "wrong by"), (rounds_the_positions, "wrong by"),

@@ -91,11 +91,11 @@ WRONG_ANSWERS = {
     "03.1": [
         (the_list_does_not_grow, "grows"),
         (runs_the_last_token_too, "last"),
-        (starts_after_the_first_token, "expected"),
+        (starts_after_the_first_token, "after its new token"),
     ],
     "03.2": [
         (one_run_for_each_token, "runs of the model"),
-        (compares_each_token_with_its_own_row, "expected 5"),
+        (compares_each_token_with_its_own_row, "place after it"),
         (counts_every_match, "nothing counts"),
         (asks_once_for_all, "expected"),
     ],

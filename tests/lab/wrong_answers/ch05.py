@@ -89,16 +89,16 @@ def limit_is_min_p(logits, temperature, min_p):
 WRONG_ANSWERS = {
     "05.1": [
         (keeps_ties, "tie"),
-        (cuts_jointly, "then top_p"),
+        (cuts_jointly, "top_p = 0.82"),
         (min_p_is_a_probability, "min_p"),
         (may_keep_nothing, "top_p"),
     ],
     "05.2": [
         (heaviest_shard_first, "race"),
-        (local_ids, "two shards"),
-        (normalises_each_shard, "race"),
+        (local_ids, "ids from 0 in each shard"),
+        (normalises_each_shard, "added up to 1"),
     ],
-    "05.4": [
+    "05.b": [
         (limit_without_temperature, "temperature 2"),
         (temperature_forgotten, "temperature"),
         (limit_is_min_p, "min_p"),
