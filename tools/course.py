@@ -51,7 +51,8 @@ CHAPTER_OF_MODULE = {
     "parallel": "11",
     "attention": "12", "cpu_attention": "12", "kernels": "12", "kernels_attention": "12", "runner": "12",
     "cuda_graph": "12",
-    "engine_args": "13", "async_engine": "13", "server": "13",
+    "engine_args": "13", "async_engine": "13", "openai_api": "13", "openai_response": "13", "metrics": "13",
+    "serving": "13", "server": "13",
     "bench": "14",
 }  # fmt: skip
 PLUMBING = ("__init__", "selfcheck", "default_model")  # hold no stage of the engine: no chapter prints them

@@ -26,6 +26,7 @@ UNPINNED = {"triton", "flash-attn"}  # on a GPU machine they follow its driver a
 COMES_WITH = {  # imported by shared/, and part of what a declared dependency stands on
     "filelock": "torch", "huggingface-hub": "transformers", "numpy": "transformers",
     "cycler": "matplotlib", "pillow": "matplotlib", "ipython": "ipywidgets",
+    "pydantic": "fastapi", "starlette": "fastapi",
 }  # fmt: skip
 DISTRIBUTION_OF_IMPORT = {"PIL": "pillow"}  # where the names differ by more than - and _
 

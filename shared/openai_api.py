@@ -1,0 +1,143 @@
+"""OpenAI's wire format, the way in: what clients may send. Names that OpenAI does not have are vLLM's.
+
+pydantic checks the shape; SamplingParams and the engine check the values. A field that we would not obey is
+refused, never ignored.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from pydantic import BaseModel, ConfigDict
+
+from shared.errors import InvalidRequestError
+from shared.sampling_params import SamplingParams
+
+MAX_PROMPTS = 128
+
+
+class ApiTokenizer(Protocol):
+    """What the API needs of a tokenizer."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def encode_chat(self, messages: Any) -> list[int]: ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+
+class Strict(BaseModel):
+    """Unknown fields and wrong types are errors: no number from a string, no flag from a number."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(Strict):
+    include_usage: bool = False
+
+
+class GenerationRequest(Strict):
+    """The fields that both kinds of request have. null means the same as a field that is left out."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    max_tokens: int | None = None
+    user: str | None = None  # names the end user; no answer depends on it
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with the counts."""
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError("stream_options", self.stream_options, "left out unless stream is true")
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def options(self, **changes: Any) -> SamplingParams:
+        """The given fields as SamplingParams, which knows the limits; `changes` replace them."""
+        given = {name: value for name, value in self
+                 if name in SamplingParams.__dataclass_fields__ and value is not None}  # fmt: skip
+        if self.logit_bias is not None:
+            given["logit_bias"] = token_biases(self.logit_bias)
+        return SamplingParams(**{**given, **changes})
+
+
+class CompletionRequest(GenerationRequest):
+    """POST /v1/completions: a prompt or several, as text or token ids."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: int | None = None
+
+    def sampling_params(self) -> SamplingParams:
+        return self.options()
+
+    def prompt_ids(self, tokenizer: ApiTokenizer) -> list[list[int]]:
+        """The token ids of each prompt. Long texts take a while: call it outside of the event loop."""
+        several = isinstance(self.prompt, list) and self.prompt and not isinstance(self.prompt[0], int)
+        prompts = self.prompt if several else [self.prompt]
+        if len(prompts) > MAX_PROMPTS:
+            raise InvalidRequestError("prompt", f"{len(prompts)} prompts", f"at most {MAX_PROMPTS} prompts")
+        return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+
+
+class TextPart(Strict):
+    type: str
+    text: str
+
+
+class Message(Strict):
+    role: str
+    content: str | list[TextPart]
+
+    def plain(self) -> dict[str, str]:
+        """As a chat template takes it; parts of text are joined."""
+        if isinstance(self.content, str):
+            return {"role": self.role, "content": self.content}
+        for part in self.content:
+            if part.type != "text":
+                raise InvalidRequestError("messages", part.type, "of parts with type 'text'")
+        return {"role": self.role, "content": "".join(part.text for part in self.content)}
+
+
+class ChatRequest(GenerationRequest):
+    """POST /v1/chat/completions: a conversation, answered up to the model's length unless max_tokens says less."""
+
+    messages: list[Message]
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    max_completion_tokens: int | None = None
+
+    def sampling_params(self) -> SamplingParams:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequestError("top_logprobs", self.top_logprobs, "left out unless logprobs is true")
+        wanted = (self.top_logprobs or 0) if self.logprobs else None
+        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return self.options(logprobs=wanted, max_tokens=limit)
+
+    def prompt_ids(self, tokenizer: ApiTokenizer) -> list[list[int]]:
+        return [tokenizer.encode_chat([message.plain() for message in self.messages])]
+
+
+def token_biases(biases: Mapping[str, float]) -> dict[int, float]:
+    """JSON has only strings for keys."""
+    try:
+        return {int(token): bias for token, bias in biases.items()}
+    except ValueError as error:
+        raise InvalidRequestError("logit_bias", dict(biases), "a mapping from token ids to numbers") from error

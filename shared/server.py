@@ -1,0 +1,179 @@
+"""The HTTP side of the engine: `python -m shared.server --model smollm2-135m --port 8000`."""
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hmac
+import os
+import sys
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from shared.engine import Engine
+from shared.engine_args import add_engine_arguments, build_engine, engine_args
+from shared.errors import EngineError
+from shared.openai_api import ChatRequest, CompletionRequest
+from shared.openai_response import ChatWriter, Writer
+from shared.serving import Service, error_response
+
+MAX_BODY_BYTES = 4 * 2**20
+DRAIN_SECONDS = 5.0
+OPEN_PATHS = ("/health", "/metrics")  # for probes, which have no key
+
+
+class Gate:
+    """ASGI middleware: the key first, then the size of the body, before anything is parsed."""
+
+    def __init__(self, app: Any, api_key: str | None, max_body_bytes: int):
+        self.app, self.max_body_bytes = app, max_body_bytes
+        self.expected = None if api_key is None else f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: dict, receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._has_key(scope):
+            response = await error_response(None, HTTPException(401, "this server needs a valid API key"))
+            await response(scope, receive, send)
+        else:
+            await self.app(scope, self._counted(receive), send)
+
+    def _has_key(self, scope: dict) -> bool:
+        """Compared in constant time: how long it takes says nothing about the key."""
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        return self.expected is None or hmac.compare_digest(given, self.expected)
+
+    def _counted(self, receive: Any) -> Any:
+        """receive, but a body that grows too long is an error. The rest is read first: a client hears no one
+        while it sends."""
+        received = 0
+
+        async def counted() -> dict:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self.max_body_bytes:
+                with suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(discard(receive, message), DRAIN_SECONDS)
+                raise HTTPException(413, f"the body is longer than {self.max_body_bytes} bytes")
+            return message
+
+        return counted
+
+
+async def discard(receive: Any, message: dict) -> None:
+    while message.get("more_body"):
+        message = await receive()
+
+
+def create_app(
+    engine: Engine, model_name: str, *, api_key: str | None = None, max_waiting: int = 256,
+    max_body_bytes: int = MAX_BODY_BYTES,
+) -> FastAPI:
+    """The app around an engine. Its AsyncEngine is `app.state.service.engine`; whoever made the app shuts it down."""
+    app = FastAPI(title="Zero to Engine", docs_url=None, redoc_url=None)
+    app.state.service = service = Service(engine, model_name, max_waiting)
+    app.add_middleware(Gate, api_key=api_key, max_body_bytes=max_body_bytes)
+    for kind in (EngineError, HTTPException, RequestValidationError, Exception):
+        app.add_exception_handler(kind, error_response)
+
+    @app.get("/v1/models")
+    async def list_models() -> dict:
+        return {"object": "list", "data": [service.card]}
+
+    @app.get("/v1/models/{name:path}")
+    async def retrieve_model(name: str) -> dict:
+        service.check_model(name)
+        return service.card
+
+    @app.post("/v1/completions")
+    async def create_completion(body: CompletionRequest, request: Request) -> Response:
+        return await service.answer(body, Writer, request)
+
+    @app.post("/v1/chat/completions")
+    async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
+        return await service.answer(body, ChatWriter, request)
+
+    @app.get("/health")
+    async def health() -> Response:
+        return Response(status_code=200 if service.engine.error is None else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.exposition(), media_type="text/plain; version=0.0.4")
+
+    return app
+
+
+class Server(uvicorn.Server):
+    """uvicorn, which ends the engine before it closes the connections: streams finish, or hear why they don't."""
+
+    def __init__(self, app: FastAPI, host: str = "127.0.0.1", port: int = 8000, shutdown_timeout: float = 1.0):
+        super().__init__(uvicorn.Config(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=0.5))
+        self.engine, self.shutdown_timeout = app.state.service.engine, shutdown_timeout
+
+    @property
+    def address(self) -> str:
+        """Where it listens, once it has started; port 0 has become a free one."""
+        host, port = self.servers[0].sockets[0].getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    async def startup(self, sockets: Any = None) -> None:
+        await super().startup(sockets)
+        print(f"Serving on {self.address}/v1   (Ctrl-C ends it)", flush=True)
+
+    async def shutdown(self, sockets: Any = None) -> None:
+        await asyncio.to_thread(self.engine.shutdown, self.shutdown_timeout)
+        await super().shutdown(sockets)
+
+    def start(self) -> str:
+        """Serve from a thread of this process, for notebooks and tests; returns the address."""
+        self.thread = threading.Thread(target=self.run, name="server", daemon=True)
+        self.thread.start()
+        while not self.started:
+            if not self.thread.is_alive():
+                raise EngineError("the server did not start; is the port taken?")
+            time.sleep(0.01)
+        return self.address
+
+    def stop(self) -> None:
+        """What Ctrl-C does; returns when the engine, the server and their threads have ended."""
+        self.should_exit = True
+        self.thread.join()
+
+
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The flags of the server, and those of the engine: one for each field of EngineArgs."""
+    parser = argparse.ArgumentParser(prog="python -m shared.server", description=__doc__)
+    parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 lets other machines in; set a key then")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--api-key", default=os.environ.get("ZERO_TO_ENGINE_API_KEY"),
+                        help="default: the variable ZERO_TO_ENGINE_API_KEY")  # fmt: skip
+    parser.add_argument("--served-model-name", help="what clients call the model; default: the value of --model")
+    parser.add_argument("--max-waiting", type=int, default=256, help="answers that may wait beside those that run")
+    parser.add_argument("--shutdown-timeout", type=float, default=1.0, help="seconds that running answers get to end")
+    add_engine_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parse_args(arguments)
+    try:
+        engine = build_engine(engine_args(args))
+        app = create_app(engine, args.served_model_name or str(args.model), api_key=args.api_key,
+                         max_waiting=args.max_waiting)  # fmt: skip
+        Server(app, args.host, args.port, args.shutdown_timeout).run()
+    except EngineError as error:
+        print(f"The server cannot start. {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("The server has stopped.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
