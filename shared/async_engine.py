@@ -5,7 +5,7 @@ import asyncio
 import queue
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -240,19 +240,3 @@ class AsyncEngine(EngineThread):
         num_open = self.mailboxes.num_answers
         if num_open and num_open + num_answers > self.max_open:
             raise QueueFullError(f"{num_open} answers are open, of at most {self.max_open}; try again later")
-
-
-async def merge(collectors: Sequence[RequestOutputCollector]) -> AsyncIterator[tuple[int, RequestOutput]]:
-    """The outputs of several requests as they come, each with the place of its request."""
-    pending = {asyncio.ensure_future(collector.__anext__()): i for i, collector in enumerate(collectors)}
-    try:
-        while pending:
-            done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                index, output = pending.pop(task), task.result()
-                yield index, output
-                if not output.finished:
-                    pending[asyncio.ensure_future(collectors[index].__anext__())] = index
-    finally:
-        for task in pending:
-            task.cancel()

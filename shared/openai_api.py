@@ -6,24 +6,17 @@ refused, never ignored.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict
 
 from shared.errors import InvalidRequestError
 from shared.sampling_params import SamplingParams
 
+if TYPE_CHECKING:
+    from shared.tokenizer import Tokenizer
+
 MAX_PROMPTS = 128
-
-
-class ApiTokenizer(Protocol):
-    """What the API needs of a tokenizer."""
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def encode_chat(self, messages: Any) -> list[int]: ...
-
-    def token_bytes(self, token_id: int) -> bytes: ...
 
 
 class Strict(BaseModel):
@@ -88,7 +81,7 @@ class CompletionRequest(GenerationRequest):
     def sampling_params(self) -> SamplingParams:
         return self.options()
 
-    def prompt_ids(self, tokenizer: ApiTokenizer) -> list[list[int]]:
+    def prompt_ids(self, tokenizer: Tokenizer) -> list[list[int]]:
         """The token ids of each prompt. Long texts take a while: call it outside of the event loop."""
         several = isinstance(self.prompt, list) and self.prompt and not isinstance(self.prompt[0], int)
         prompts = self.prompt if several else [self.prompt]
@@ -131,7 +124,7 @@ class ChatRequest(GenerationRequest):
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         return self.options(logprobs=wanted, max_tokens=limit)
 
-    def prompt_ids(self, tokenizer: ApiTokenizer) -> list[list[int]]:
+    def prompt_ids(self, tokenizer: Tokenizer) -> list[list[int]]:
         return [tokenizer.encode_chat([message.plain() for message in self.messages])]
 
 

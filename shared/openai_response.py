@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
-from shared.openai_api import ApiTokenizer
 from shared.output import CompletionOutput, RequestOutput
 from shared.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from shared.sampling import Logprob
+    from shared.tokenizer import Tokenizer
 
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 
@@ -70,7 +70,7 @@ class Writer:
 
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, model: str, params: SamplingParams, tokenizer: ApiTokenizer):
+    def __init__(self, model: str, params: SamplingParams, tokenizer: Tokenizer):
         self.model, self.n, self.top_logprobs, self.tokenizer = model, params.n, params.logprobs, tokenizer
         self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
         self._tokens: dict[int, int] = {}  # choice -> tokens written; absent before its first chunk
@@ -95,11 +95,11 @@ class Writer:
     def usage_chunk(self, outputs: Sequence[RequestOutput]) -> GenerationResponse:
         return self._response(self.chunk_object, [], Usage.of(outputs))
 
-    def choice(self, index: int, answer: CompletionOutput) -> CompletionChoice:
-        return CompletionChoice(index=index, text=answer.text, logprobs=self.logprobs(index, answer),
-                                finish_reason=answer.finish_reason)  # fmt: skip
+    def choice(self, index: int, answer: CompletionOutput) -> Choice:
+        logprobs = self.logprobs(index, answer)
+        return CompletionChoice(index=index, text=answer.text, logprobs=logprobs, finish_reason=answer.finish_reason)
 
-    def delta(self, index: int, answer: CompletionOutput) -> CompletionChoice:
+    def delta(self, index: int, answer: CompletionOutput) -> Choice:
         return self.choice(index, answer).model_copy(update={"text": answer.new_text})
 
     def logprobs(self, index: int, answer: CompletionOutput) -> dict[str, Any] | None:
@@ -109,13 +109,11 @@ class Writer:
             return None
         spelled = [self.tokenizer.token_bytes(token) for token in answer.token_ids]
         rows = list(zip(answer.token_ids, answer.logprobs))[start:]
-        return {
-            "tokens": [token_name(data) for data in spelled[start:]],
-            "token_logprobs": [finite(row[token].logprob) for token, row in rows],
-            "top_logprobs": [{token_name(self.tokenizer.token_bytes(other)): finite(found.logprob)
-                              for other, found in row.items()} for _, row in rows],
-            "text_offset": text_offsets(spelled)[start:],
-        }  # fmt: skip
+        likely = [{token_name(self.tokenizer.token_bytes(other)): finite(found.logprob)
+                   for other, found in row.items()} for _, row in rows]  # fmt: skip
+        return {"tokens": [token_name(data) for data in spelled[start:]],
+                "token_logprobs": [finite(row[token].logprob) for token, row in rows],
+                "top_logprobs": likely, "text_offset": text_offsets(spelled)[start:]}  # fmt: skip
 
     def _advance(self, index: int, answer: CompletionOutput) -> int:
         """Tokens of this choice that were written before; those of `answer` count as written from now on."""

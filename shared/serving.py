@@ -13,7 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 
-from shared.async_engine import AsyncEngine, EngineStoppedError, QueueFullError, RequestOutputCollector, merge
+from shared.async_engine import AsyncEngine, EngineStoppedError, QueueFullError, RequestOutputCollector
 from shared.engine import Engine
 from shared.errors import EngineError, InvalidRequestError
 from shared.metrics import EngineMetrics
@@ -71,7 +71,7 @@ class Service:
         writer = kind(self.model_name, params, self.tokenizer)
         watcher = asyncio.create_task(abort_on_disconnect(request, collectors))
         if body.stream:
-            events = self._events(collectors, writer, include_usage, watcher)
+            events = write_events(collectors, writer, include_usage, watcher)
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         try:
             outputs = await final_outputs(collectors)
@@ -93,23 +93,40 @@ class Service:
             raise errors[0]
         return results
 
-    async def _events(
-        self, collectors: Sequence[RequestOutputCollector], writer: Writer, include_usage: bool, watcher: asyncio.Task
-    ) -> AsyncIterator[str]:
-        """Server-sent events. A stream that does not end with [DONE] is not complete."""
-        latest: dict[int, RequestOutput] = {}
-        try:
-            async for index, output in merge(collectors):
-                latest[index] = check_outcome(output)
-                for chunk in writer.chunks(index, output):
-                    yield f"data: {chunk.model_dump_json()}\n\n"
-            if include_usage:
-                yield f"data: {writer.usage_chunk(list(latest.values())).model_dump_json()}\n\n"
-            yield "data: [DONE]\n\n"
-        except EngineError as error:
-            yield f"data: {json.dumps(describe(error)[1])}\n\n"
-        finally:
-            release(collectors, watcher)
+
+async def merge(collectors: Sequence[RequestOutputCollector]) -> AsyncIterator[tuple[int, RequestOutput]]:
+    """The outputs of several requests as they come, each with the place of its request."""
+    pending = {asyncio.ensure_future(collector.__anext__()): i for i, collector in enumerate(collectors)}
+    try:
+        while pending:
+            done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                index, output = pending.pop(task), task.result()
+                yield index, output
+                if not output.finished:
+                    pending[asyncio.ensure_future(collectors[index].__anext__())] = index
+    finally:
+        for task in pending:
+            task.cancel()
+
+
+async def write_events(
+    collectors: Sequence[RequestOutputCollector], writer: Writer, include_usage: bool, watcher: asyncio.Task
+) -> AsyncIterator[str]:
+    """Server-sent events. A stream that does not end with [DONE] is not complete."""
+    latest: dict[int, RequestOutput] = {}
+    try:
+        async for index, output in merge(collectors):
+            latest[index] = check_outcome(output)
+            for chunk in writer.chunks(index, output):
+                yield f"data: {chunk.model_dump_json()}\n\n"
+        if include_usage:
+            yield f"data: {writer.usage_chunk(list(latest.values())).model_dump_json()}\n\n"
+        yield "data: [DONE]\n\n"
+    except EngineError as error:
+        yield f"data: {json.dumps(describe(error)[1])}\n\n"
+    finally:
+        release(collectors, watcher)
 
 
 async def final_outputs(collectors: Sequence[RequestOutputCollector]) -> list[RequestOutput]:

@@ -8,9 +8,10 @@ import time
 
 import pytest
 
-from shared.async_engine import AsyncEngine, EngineDeadError, EngineStoppedError, QueueFullError, merge
+from shared.async_engine import AsyncEngine, EngineDeadError, EngineStoppedError, QueueFullError
 from shared.errors import InvalidRequestError
 from shared.sampling_params import SamplingParams
+from shared.serving import merge
 from tests.known_bugs.helpers import greedy, oracle, random_prompt, tiny
 from tests.server.served import scripted, toy_engine
 
