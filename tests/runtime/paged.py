@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,6 +36,25 @@ class Shape:
             num_key_value_heads=self.kv_heads, head_dim=self.head_dim, rms_norm_eps=1e-6, rope_theta=10000.0,
             rope_scaling=None, max_position_embeddings=4096, tie_word_embeddings=True,
         )  # fmt: skip
+
+
+def draw_shape(draw: random.Random, decoding: int, prompts: int) -> Shape:
+    """Requests of any length, those at the edges of a block more often than others."""
+    size = draw.choice([1, 3, 16, 64, 256])
+    edges = [1, 2, size, size + 1, 2 * size - 1, 2 * size]
+
+    def length() -> int:
+        return min(300, draw.choice([*edges, draw.randint(1, 150)]))
+
+    lengths = [(length(), 1) for _ in range(decoding)]
+    for _ in range(prompts):
+        total = max(2, length())
+        lengths.append((total, draw.choice([total, draw.randint(2, total)])))
+    draw.shuffle(lengths)
+    return Shape(
+        lengths, group=draw.choice([1, 2, 3, 4]), kv_heads=draw.choice([1, 2]), head_dim=draw.choice([16, 64, 80, 128]),
+        block_size=size, dtype=draw.choice((torch.float32, torch.float16)),
+    )  # fmt: skip
 
 
 class Paged:

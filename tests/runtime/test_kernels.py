@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from shared.model import RMSNorm, RotaryEmbedding, rotate
-from tests.runtime.paged import NAN, Paged, Shape, assert_close
+from tests.runtime.paged import NAN, Paged, Shape, assert_close, draw_shape
 
 pytest.importorskip("triton")
 
@@ -24,25 +24,6 @@ from shared import kernels, kernels_attention  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 HALVES = (torch.float32, torch.float16)
-
-
-def draw_shape(draw: random.Random, decoding: int, prompts: int) -> Shape:
-    """Requests of any length, those at the edges of a block more often than others."""
-    size = draw.choice([1, 3, 16, 64, 256])
-    edges = [1, 2, size, size + 1, 2 * size - 1, 2 * size]
-
-    def length() -> int:
-        return min(300, draw.choice([*edges, draw.randint(1, 150)]))
-
-    lengths = [(length(), 1) for _ in range(decoding)]
-    for _ in range(prompts):
-        total = max(2, length())
-        lengths.append((total, draw.choice([total, draw.randint(2, total)])))
-    draw.shuffle(lengths)
-    return Shape(
-        lengths, group=draw.choice([1, 2, 3, 4]), kv_heads=draw.choice([1, 2]), head_dim=draw.choice([16, 64, 80, 128]),
-        block_size=size, dtype=draw.choice(HALVES),
-    )  # fmt: skip
 
 
 def paged_arguments(paged: Paged, **batch_options):
