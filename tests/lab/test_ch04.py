@@ -25,6 +25,9 @@ def test_the_explorer_counts_tokens_and_requests():
     explorer.fields["memory"].value = 1
     assert "114,688" in explorer.frame.value
     assert f"{2**30 // 114_688:,}" in explorer.frame.value
+    assert f"{2**30 // 114_688 // 2048} requests of 2,048 tokens fit." in explorer.frame.value
+    explorer.fields["length"].value = 8192
+    assert "1 request of 8,192 tokens fits." in explorer.frame.value
 
 
 class Letters:
@@ -60,3 +63,9 @@ def test_a_prompt_that_is_too_long_is_refused_in_words(stepper):
     assert "the prompt has 40 tokens; this figure shows 1 to 24" in stepper.fields.error.value
     stepper.fields["prompt"].value = "abcd"
     assert "40 tokens" not in stepper.fields.error.value and "The cache is empty" in stepper.frame.value
+
+
+def test_one_token_is_one_key(stepper):
+    stepper.fields["prompt"].value = "a"
+    stepper.step.click()
+    assert "ran 1 position and its last token looked at 1 key." in stepper.frame.value

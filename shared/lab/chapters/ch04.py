@@ -8,7 +8,8 @@ from typing import Any
 
 from shared.lab import Check, Choice, Explorer, Field, Question, Score, Slider, Stepper, call, expect, fail
 from shared.lab.form import some_text
-from shared.lab.markup import Html, bar, esc, join, mono, note, table, visible
+from shared.lab.judging import short
+from shared.lab.markup import Html, bar, esc, join, mono, note, strong, table, tag, visible
 
 LIMIT = 24  # tokens of a prompt in the stepper, so that the table stays on the screen
 
@@ -41,6 +42,7 @@ SHAPES = {
     "SmolLM2-135M": Shape(30, 9, 3, 64, 576, 1536, 49152),
     "Llama-3.2-1B": Shape(16, 32, 8, 64, 2048, 8192, 128256),
     "Llama-3.1-8B": Shape(32, 32, 8, 128, 4096, 14336, 128256),
+    "Qwen2.5-0.5B": Shape(24, 14, 2, 64, 896, 4864, 151936),
     "Qwen2.5-7B": Shape(28, 28, 4, 128, 3584, 18944, 152064),
     "Qwen3-0.6B": Shape(28, 16, 8, 128, 1024, 3072, 151936),
 }
@@ -60,11 +62,14 @@ def render_capacity(inputs: Mapping[str, Any]) -> Html:
         ["keys and values, layers, key-value heads, head_dim, bytes",
          mono(f"2 × {shape.layers} × {shape.kv_heads} × {shape.head_dim} × {size}"), ""],
         ["bytes of one token", f"{each:,}",
-         bar(each / all_heads, f"{each / all_heads:.0%} of one for each query head")],
+         bar(each / all_heads, f"{each / all_heads:.0%} of the bytes if no heads were shared")],
         ["tokens that fit", f"{tokens:,}", ""],
-        [f"requests of {inputs['length']:,} tokens", f"{tokens // inputs['length']:,}", ""],
+        ["for each request", f"{inputs['length']:,}", ""],
     ]
-    return join([table(["", f"{inputs['model']}, {inputs['dtype']}", ""], rows),
+    count, length = tokens // inputs["length"], f"{inputs['length']:,}"
+    answer = f"{count:,} request{'' if count == 1 else 's'} of {length} tokens fit{'s' if count == 1 else ''}."
+    return join([tag("div", strong(answer), role="status"),
+                 table(["", f"{inputs['model']}, {inputs['dtype']}", ""], rows),
                  note("Exact, for the cache alone; the weights need memory of their own.")])
 
 
@@ -118,7 +123,7 @@ def render_filling(state: Filling, index: int) -> Html:
             for slot, text in enumerate(state.texts)]
     naive = sum(range(len(state.texts) - index + 1, len(state.texts) + 1))
     words = (f"This step ran {state.num_new} position{'s' if state.num_new > 1 else ''} and its last token looked "
-             f"at {len(state.texts)} keys. Next token: ")
+             f"at {len(state.texts)} key{'s' if len(state.texts) > 1 else ''}. Next token: ")
     counts = f"Positions so far: {state.positions_total}; without a cache: {naive}."
     return join([esc(words), mono(visible(state.next_text)), note(counts),
                  table(["slot", "token", "key and value"], rows, lit=range(state.first_new, len(rows)))])
@@ -144,19 +149,20 @@ def judge_requests_that_fit(fn: Any) -> Score | str | None:
         config = {"num_hidden_layers": shape.layers, "num_attention_heads": shape.heads,
                   "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim, "hidden_size": shape.hidden}
         size = BYTES[dtype]
-        case = f"For {name}, {memory:,} bytes, numbers of {size} bytes, {length} tokens each"
-        want = memory // (token_bytes(shape, size) * length)
-        got = call(fn, memory, config, size, length, case=case)
+        each = token_bytes(shape, size) * length
         guessed = 2 * shape.layers * shape.kv_heads * (shape.hidden // shape.heads) * size
         mistakes = {
-            "hidden_size / heads for head_dim": memory // (guessed * length),
-            "keys without values": memory // (token_bytes(shape, size) // 2 * length),
-            "one key-value head for each query head": memory // (token_bytes(shape, size, shape.heads) * length),
+            "that takes hidden_size / heads for head_dim": memory // (guessed * length),
+            "that counts keys without values": memory // (each // 2),
+            "that counts one key-value head for each query head":
+                memory // (token_bytes(shape, size, shape.heads) * length),
+            "that counts one layer": memory // (each // shape.layers),
+            "that counts numbers, not their bytes": memory // (each // size),
+            "that counts a request that fits in part": -(-memory // each),
+            "that leaves a request that fits in part": memory / each,
         }
-        for words, number in mistakes.items():
-            if got == number != want:
-                fail(f"{case}, your function returned {got}; that counts {words}. Expected {want}.")
-        expect(fn, (memory, config, size, length), want, case=case)
+        case = f"With {memory:,} bytes, {name}, {size} bytes a number and {length:,} tokens each:"
+        expect(fn, (memory, config, size, length), memory // each, case=case, mistakes=mistakes)
     return None
 
 
@@ -168,6 +174,8 @@ class Recorder:
         self.positions = 0
 
     def __call__(self, new_ids: list[int], num_computed: int) -> int:
+        if not isinstance(new_ids, (list, tuple)):
+            fail(f"Your function ran the model with {new_ids!r}; run takes a list of ids.")
         new_ids = list(new_ids)
         if not new_ids:
             fail("Your function ran the model with no token.")
@@ -189,9 +197,10 @@ def judge_generate(fn: Any) -> Score | str | None:
             known.append(Recorder()(known, 0))
         run = Recorder()
         case = f"For the prompt {prompt} and max_tokens={max_tokens}"
-        got = call(fn, run, list(prompt), max_tokens, case=case)
+        got = call(fn, run, list(prompt), max_tokens, case=f"{case}:")
         if not isinstance(got, (list, tuple)) or list(got) != known[len(prompt):]:
-            fail(f"{case}, your function returned {got!r}; expected the new tokens {known[len(prompt):]}.")
+            fail(f"{case}, your function returned {short(got)}; expected the {max_tokens} new tokens "
+                 f"{known[len(prompt):]}.")
         cost, best = cost + run.positions, best + len(prompt) + max_tokens - 1
         if run.positions > best and cost > best:
             fail(f"{case}, the tokens are right, but {run.positions} positions were run where "
@@ -202,8 +211,11 @@ def judge_generate(fn: Any) -> Score | str | None:
 def judge_plan(fn: Any) -> Score | str | None:
     """Exercise 04.b: slots, positions and how many keys each new token may see."""
     for computed, new in ((0, 5), (5, 1), (4, 3), (7, 2), (0, 1)):
-        case = f"With {computed} tokens computed and {new} new ones"
-        slots, positions, seen = (list(part) for part in call(fn, computed, new, case=case))
+        case = f"With {computed} tokens computed and {new} new"
+        got = call(fn, computed, new, case=f"{case}:")
+        if not isinstance(got, (list, tuple)) or len(got) != 3:
+            fail(f"{case}, your function returned {short(got)}; expected three lists: slots, positions, keys seen.")
+        slots, positions, seen = (list(part) for part in got)
         span = list(range(computed, computed + new))
         if slots != span:
             fail(f"{case}, the slots were {slots}; expected {span}.")
