@@ -22,7 +22,7 @@ else:
 ROOT = Path(__file__).resolve().parents[2]
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 INSTALL = '-c constraints.txt -e ".[serve,dev]"'
-UNPINNED = {"triton", "flash-attn"}  # on a GPU machine they follow its driver and torch
+UNPINNED = {"flash-attn"}  # on a GPU machine it follows its driver and torch
 COMES_WITH = {  # imported by shared/, and part of what a declared dependency stands on
     "filelock": "torch", "huggingface-hub": "transformers", "numpy": "transformers",
     "cycler": "matplotlib", "pillow": "matplotlib", "ipython": "ipywidgets",
@@ -102,7 +102,7 @@ def test_conda_environments_install_the_package_with_its_extras_and_tested_versi
 def test_the_gpu_environment_holds_the_gpu_extra():
     packages, pip_lines = conda("environment-gpu.yml")
     gpu = [Requirement(text) for text in project()["optional-dependencies"]["gpu"]]
-    assert {requirement.name for requirement in gpu} == UNPINNED
+    assert {requirement.name for requirement in gpu} == UNPINNED | {"triton"}
     triton = next(requirement for requirement in gpu if requirement.name == "triton")
     assert [Requirement(line) for line in pip_lines[2:]] == [triton]
     assert '--no-build-isolation -c constraints.txt -e ".[gpu]"' in read("environment-gpu.yml")
@@ -112,6 +112,14 @@ def test_the_gpu_environment_holds_the_gpu_extra():
 def test_gpu_packages_are_not_in_the_default_environment():
     assert not UNPINNED & {canonicalize_name(Requirement(text).name) for text in project()["dependencies"]}
     assert not UNPINNED & ranges("serve", "dev").keys()
+
+
+def test_triton_comes_with_the_tests_where_it_can_run():
+    """On Linux with x86-64, in the range that the runtime has."""
+    ours, marker = ranges("dev")["triton"], "sys_platform == 'linux' and platform_machine == 'x86_64'"
+    assert ours.specifier == ranges("gpu")["triton"].specifier and str(ours.marker).replace('"', "'") == marker
+    pin = next(pin for pin in pins() if pin.name == "triton")
+    assert pin.marker == ours.marker
 
 
 def test_every_way_to_install_installs_the_same():
