@@ -114,7 +114,8 @@ def test_a_gap_without_requests_is_stepped_through():
 @pytest.mark.parametrize("name, value, words", [
     ("arrivals", "A 0 4", "line 1: write a name"), ("arrivals", "A 0 4 2\nA 1 4 2", "two requests are called"),
     ("arrivals", "A 0 x 2", "is not a whole number"), ("max_num_seqs", "0", "max_num_seqs: 0 is not between"),
-    ("budget", "2", "at least max_num_seqs=3"), ("slots", "20", "within the cache"),
+    ("budget", "2", "at least max_num_seqs=3"), ("slots", "20", "must be within the cache"),
+    ("slots", "9", "A: request: must be within"),
 ])  # fmt: skip
 def test_bad_input_is_explained(name, value, words):
     made = stepper(**{name: value})

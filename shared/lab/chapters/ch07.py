@@ -16,8 +16,12 @@ from shared.scheduler import Policy, Scheduler
 
 
 def judge_waits(fn: Callable) -> None:
-    for case, (arrivals, lengths, rows) in QUEUES.items():
-        expect(fn, (arrivals, lengths, rows), waits(arrivals, lengths, rows), case=case)
+    for name, (arrivals, lengths, rows) in QUEUES.items():
+        want = waits(arrivals, lengths, rows)
+        case = f"Case {name!r}, arrivals {arrivals}, lengths {lengths}, rows {rows}:"
+        starts = [step + wait for step, wait in zip(arrivals, want)]
+        mistakes = {"those are the steps in which they start, not the steps waited": starts}
+        expect(fn, (arrivals, lengths, rows), want, case=case, mistakes=mistakes)
     draw = random.Random(7)
     for _ in range(30):
         arrivals = sorted(draw.randint(0, 12) for _ in range(draw.randint(1, 9)))
@@ -120,7 +124,7 @@ def _drive(fn: Callable, case: str, arrivals: Sequence[tuple], budget: int, max_
             continue
         running = dict(sorted(running.items()))  # the policy's order is not that of admission
         got = call(fn, dict(running), dict(waiting), budget, max_num_seqs, case=where)
-        _judge_step(f"{where} in step {step}", got, running, waiting, budget, max_num_seqs)
+        _judge_step(f"{where} in step {step},", got, running, waiting, budget, max_num_seqs)
         for name, tokens in got.items():
             running[name] = running.get(name, 0) or waiting.pop(name)
             running[name] -= tokens
@@ -148,7 +152,7 @@ def _judge_step(where: str, got: object, running: Missing, waiting: Missing, bud
         fail(f"{where} {admitted} came in before {list(waiting)[0]!r}, which was first.")
     could = sum(running.values()) + sum(list(waiting.values())[: rows - len(running)])
     if sum(got.values()) < min(budget, could):
-        fail(f"{where} {sum(got.values())} tokens run; {min(budget, could)} could, within the budget.")
+        fail(f"{where} only {sum(got.values())} tokens run; {min(budget, could)} could, within the budget of {budget}.")
 
 
 CHECKS = {"07.1": Check(judge_waits), "07.2": Check(judge_policy), "07.b": Check(judge_next_step)}

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shared.allocator import RowAllocator
+from shared.errors import InvalidRequestError
 from shared.lab import Choice, Field, Stepper, Switch
 from shared.lab.form import lines_of, whole
 from shared.lab.markup import CELL, LINE, MONO, QUIET, SHADE, TINT, Html, join, note, strong, table, tag
@@ -206,7 +207,10 @@ def schedule_stepper(scheduler: Callable[..., Scheduler], rows: Callable[[int, i
         requests = [(each.step, make_request(each.name, each.prompt_tokens, each.answer_tokens, each.priority))
                     for each in arrivals]
         for _, request in requests:
-            made.check_fits(request.max_num_tokens)
+            try:
+                made.check_fits(request.max_num_tokens)
+            except InvalidRequestError as wrong:
+                raise ValueError(f"{request.request_id}: {wrong}") from wrong
         return moments(arrivals, run(made, requests), seqs, budget)
 
     return Stepper(make, render_moment, fields, title="A scheduler, and why it decides as it does")
