@@ -54,7 +54,8 @@ class RowAllocator:
         return []
 
     def blocks_for(self, num_tokens: int) -> int:
-        return 1
+        """One row; more than there are if the tokens are more than a row holds, since nobody gets a second."""
+        return 1 if num_tokens <= self.block_size else self.num_blocks + 1
 
     def num_new_blocks(self, request: Request, num_tokens: int, computed: Sequence[int] = ()) -> int:
         return 1 - len(request.block_table)

@@ -76,6 +76,11 @@ def padded(rows: Sequence[Sequence[int]]) -> list[list[int]]:
     return [[*row, *[0] * (longest - len(row))] for row in rows]
 
 
+def slot_rows(block_tables: Tensor, offsets: Tensor, block_size: int) -> Tensor:
+    """slots_of for many requests at once: block_tables [D, blocks], offsets [D, n] -> slots [D, n]."""
+    return block_tables.gather(1, offsets // block_size) * block_size + offsets % block_size
+
+
 class RaggedAttention:
     """Attention for a batch over a cache of slots: the reference back end, for every device.
 
@@ -123,19 +128,15 @@ class RaggedAttention:
         seq_lens = self.batch.seq_lens[rows, None]
         offsets = torch.arange(int(seq_lens.max()), device=rows.device)
         real = offsets < seq_lens
-        slots = self._slots(self.batch.block_tables[rows], torch.where(real, offsets, 0))
+        slots = slot_rows(self.batch.block_tables[rows], torch.where(real, offsets, 0), self.batch.block_size)
         return slots, real[:, None, None]
 
     def _prompt_view(self, row: int) -> tuple[Tensor, Tensor | None]:
         """Slots of the request's tokens [seq_len], and who may look where [new, seq_len]; None is causal."""
         seq_len, num_new = int(self.batch.seq_lens[row]), self.batch.query_lens[row]
         offsets = torch.arange(seq_len, device=self.batch.input_ids.device)
-        slots = self._slots(self.batch.block_tables[row : row + 1], offsets[None])[0]
+        slots = slot_rows(self.batch.block_tables[row : row + 1], offsets[None], self.batch.block_size)[0]
         return slots, None if num_new == seq_len else offsets <= offsets[-num_new:, None]
-
-    def _slots(self, block_tables: Tensor, offsets: Tensor) -> Tensor:
-        size = self.batch.block_size
-        return block_tables.gather(1, offsets // size) * size + offsets % size
 
 
 class AttentionBackend(Protocol):

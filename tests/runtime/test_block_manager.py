@@ -8,6 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from shared.allocator import RowAllocator
 from shared.block_manager import BlockManager
+from shared.errors import InvalidRequestError
+from shared.scheduler import Scheduler
 from tests.runtime.plain import make_request
 
 
@@ -91,6 +93,14 @@ def test_a_row_is_reserved_whole_and_once():
     rows.check([b])
     assert rows.allocate_slots(c, 1)
     rows.check([b, c])
+
+
+def test_a_request_longer_than_a_row_is_refused_however_many_rows_are_free():
+    scheduler = Scheduler(RowAllocator(4, 20))
+    scheduler.check_fits(20)
+    with pytest.raises(InvalidRequestError, match="within the cache, which has 4 blocks of 20 slots, got '21 tokens"):
+        scheduler.check_fits(21)
+    assert [RowAllocator(4, 20).blocks_for(n) for n in (0, 1, 20)] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("make", [lambda: BlockManager(4, 2), lambda: RowAllocator(4, 8)])
