@@ -1,19 +1,25 @@
-"""What goes between the ranks of one engine: sums and parts of tensors, and rank 0's batches.
+"""The ranks of one engine at work: what goes between them, and the runner that leads them.
 
 Everything goes through torch.distributed: gloo on CPU and for the batches, NCCL between GPUs. An engine has
 groups of its own, so several live in one process. NCCL has not run with more than one GPU yet.
 """
 from __future__ import annotations
 
+import contextlib
 import math
+import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from datetime import timedelta
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shared.batch import ForwardBatch
+from shared.errors import EngineError
+from shared.scheduler import ScheduledRequest
 
 IDLE = timedelta(days=365)  # how long a rank waits for work
 FIELDS = fields(ForwardBatch)
@@ -87,3 +93,66 @@ def receive_batch(group: DistributedGroup) -> ForwardBatch | None:
 def on_device(batch: ForwardBatch, device: torch.device) -> ForwardBatch:
     tensors = {field.name: getattr(batch, field.name).to(device) for field in FIELDS if field.type == "Tensor"}
     return replace(batch, **tensors)
+
+
+@torch.inference_mode()
+def run_batches(runner: Any, group: DistributedGroup) -> None:
+    while (batch := receive_batch(group)) is not None:
+        runner.forward(on_device(batch, runner.cache.keys.device))
+
+
+@contextlib.contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Compute with so many threads: the ranks of one machine share its cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class OtherRanks(Protocol):
+    """Rank 0's hold on the processes of the other ranks."""
+
+    group: DistributedGroup
+
+    def check(self) -> None:
+        """Raise EngineError if one of them has ended."""
+
+    def explain(self, error: Exception) -> EngineError:
+        """End them all; the error that says which of them failed first, and why."""
+
+    def fail(self, reason: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorParallelRunner:
+    """Rank 0's runner: sends each batch to the other ranks, then computes its own part along with them."""
+
+    def __init__(self, runner: Any, ranks: OtherRanks, threads: int):
+        self.runner, self.ranks, self.threads = runner, ranks, threads
+        self.model, self.cache = runner.model, runner.cache
+        self.shutdown = weakref.finalize(self, ranks.close)  # also when nobody holds it any more, and at exit
+
+    @torch.inference_mode()
+    def execute(self, scheduled: Sequence[ScheduledRequest], block_size: int) -> Tensor:
+        """Run one step on all ranks: the wanted scores [rows, vocab_size]. Raises EngineError for good if one fails."""
+        return self.forward(ForwardBatch.build(scheduled, block_size))
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        self.ranks.check()
+        device = self.cache.keys.device
+        try:
+            send_batch(self.ranks.group, batch)
+            with torch_threads(self.threads):
+                logits = self.runner.forward(on_device(batch, device))
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        except Exception as error:
+            raise self.ranks.explain(error) from error
+        except BaseException:  # the others wait in the middle of a step: it can't be taken up again
+            self.ranks.fail("rank 0 was interrupted in the middle of a step")
+            raise
+        return logits

@@ -117,6 +117,10 @@ class RowParallelLinear(nn.Module):
         self.bias, linear.bias = linear.bias, None  # every rank has all of it: added once, after the sum
         self.linear, self.group = linear, group
 
+    @property
+    def weight(self) -> Tensor:
+        return self.linear.weight
+
     def forward(self, x: Tensor) -> Tensor:
         total = self.group.all_reduce(self.linear(x))  # x [T, own columns] -> [T, hidden]
         return total if self.bias is None else total + self.bias

@@ -1,6 +1,11 @@
-"""The processes of tensor parallelism: rank 0 schedules and samples, the others compute what it sends them.
+"""The processes of tensor parallelism: `launch` starts them on this machine, watches them and ends them.
 
-`launch` starts them on this machine, or meets those that torchrun started on several.
+Under torchrun, on one machine or several, it meets those that torchrun has started. Their program is
+
+    if os.environ["RANK"] == "0":
+        print(LLM(tensor_parallel_size=int(os.environ["WORLD_SIZE"])).generate("Hello"))
+    else:
+        serve_worker()
 """
 from __future__ import annotations
 
@@ -13,8 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -22,16 +26,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
-from shared.batch import ForwardBatch, ModelRunner
+from shared.batch import ModelRunner
 from shared.errors import EngineError, InvalidRequestError
-from shared.group import IDLE, DistributedGroup, on_device, receive_batch, send_batch
+from shared.group import IDLE, DistributedGroup, TensorParallelRunner, run_batches, send_batch, torch_threads
 from shared.kv_cache import KVCache
 from shared.model import Transformer
 from shared.parallel import connect, load_shard
-from shared.scheduler import ScheduledRequest
 from shared.weights import resolve
 
 PATIENCE = 5.0  # seconds that a process gets to end by itself
@@ -110,12 +112,6 @@ def serve_worker() -> None:
         with contextlib.suppress(RuntimeError):  # rank 0, which keeps the store, may be gone
             store.set(f"error {rank}", f"{type(error).__name__}: {error}")
         raise
-
-
-@torch.inference_mode()
-def run_batches(runner: Any, group: DistributedGroup) -> None:
-    while (batch := receive_batch(group)) is not None:
-        runner.forward(on_device(batch, runner.cache.keys.device))
 
 
 def serve_spawned() -> None:
@@ -215,47 +211,6 @@ class Ranks:
             with contextlib.suppress(RuntimeError):
                 send_batch(self.group, None)
         self.workers.stop(PATIENCE if self.group is not None else 0.0)
-
-
-class TensorParallelRunner:
-    """Rank 0's runner: sends each batch to the other ranks, then computes its own part along with them."""
-
-    def __init__(self, runner: Any, ranks: Ranks, threads: int):
-        self.runner, self.ranks, self.threads = runner, ranks, threads
-        self.model, self.cache = runner.model, runner.cache
-        self.shutdown = weakref.finalize(self, ranks.close)  # also when nobody holds it any more, and at exit
-
-    @torch.inference_mode()
-    def execute(self, scheduled: Sequence[ScheduledRequest], block_size: int) -> Tensor:
-        """Run one step on all ranks: the wanted scores [rows, vocab_size]. Raises EngineError for good if one fails."""
-        return self.forward(ForwardBatch.build(scheduled, block_size))
-
-    def forward(self, batch: ForwardBatch) -> Tensor:
-        self.ranks.check()
-        device = self.cache.keys.device
-        try:
-            send_batch(self.ranks.group, batch)
-            with torch_threads(self.threads):
-                logits = self.runner.forward(on_device(batch, device))
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-        except Exception as error:
-            raise self.ranks.explain(error) from error
-        except BaseException:  # the others wait in the middle of a step: it can't be taken up again
-            self.ranks.fail("rank 0 was interrupted in the middle of a step")
-            raise
-        return logits
-
-
-@contextlib.contextmanager
-def torch_threads(count: int) -> Iterator[None]:
-    """Compute with so many threads: the ranks of one machine share its cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def launch(

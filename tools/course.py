@@ -48,7 +48,7 @@ CHAPTER_OF_MODULE = {
     "batch": "08", "processor": "08", "engine": "08", "llm": "08",
     "block_manager": "09",
     "prefix_cache": "10",
-    "parallel": "11", "group": "11", "workers": "11",
+    "parallel": "11", "group": "11",
     "attention": "12", "cpu_attention": "12", "kernels": "12", "kernels_attention": "12", "runner": "12",
     "cuda_graph": "12",
     "engine_args": "13", "async_engine": "13", "openai_api": "13", "openai_response": "13", "metrics": "13",
@@ -56,7 +56,7 @@ CHAPTER_OF_MODULE = {
     "load": "14", "summary": "14", "roofline": "14",
     "bench": "14",
 }  # fmt: skip
-PLUMBING = ("__init__", "selfcheck", "default_model")  # hold no stage of the engine: no chapter prints them
+PLUMBING = ("__init__", "selfcheck", "default_model", "workers")  # no stage of the engine: no chapter prints them
 ASSEMBLY = ("llm", "engine_args")  # put the parts of all chapters together: they may import from later ones
 KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 CELL_SECONDS, NOTEBOOK_SECONDS = 120, 60

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -16,11 +16,13 @@ import torch
 import torch.distributed as dist
 
 from shared import workers
-from shared.group import DistributedGroup
+from shared.group import DistributedGroup, TensorParallelRunner, run_batches
+from shared.lab.chapters.ch11_ranks import together
 from shared.parallel import connect, load_shard
-from shared.workers import Ranks, TensorParallelRunner, Workers, plain_runner, run_batches
+from shared.workers import Ranks, Workers, plain_runner
 from tests.runtime.tiny import VARIANTS, save_hf
 
+__all__ = ["group_of", "rank_processes", "rank_threads", "save_model", "together"]
 ROOT = Path(__file__).parents[2]
 
 
@@ -28,26 +30,6 @@ def save_model(folder: Path, family: str, **changes) -> Path:
     """A tiny random model of a shape of its own."""
     with mock.patch.dict(VARIANTS, own=(family, changes)):
         return save_hf("own", folder)
-
-
-def together(size: int, work: Callable[[int, dist.Store], object]) -> list:
-    """What `work(rank, store)` gives on each rank; the ranks are threads, and their groups are real."""
-    store, results, errors = dist.HashStore(), [None] * size, []
-
-    def run(rank: int) -> None:
-        try:
-            results[rank] = work(rank, store)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return results
 
 
 def group_of(rank: int, size: int, store: dist.Store) -> DistributedGroup:
