@@ -7,14 +7,17 @@ from pathlib import Path
 
 import torch
 
-from shared.batch import AttentionBackend, ModelRunner, RaggedAttention
+from shared.attention import select_backend
+from shared.batch import AttentionBackend, ModelRunner
 from shared.block_manager import BlockManager
+from shared.cuda_graph import CUDAGraphRunner
 from shared.engine import Engine
 from shared.errors import InvalidRequestError
 from shared.kv_cache import KVCache, kv_bytes_per_token
 from shared.model import ModelConfig, Transformer
 from shared.prefix_cache import PrefixCachingBlockManager
 from shared.request import RequestLimits
+from shared.runner import CPURunner
 from shared.sampling_params import check_integer
 from shared.scheduler import Policy, Scheduler
 from shared.tokenizer import Tokenizer
@@ -32,7 +35,8 @@ class EngineArgs:
     dtype "auto" is bfloat16 on CUDA and float32 on CPU. The cache has num_gpu_blocks_override blocks, or as
     many as fit in kv_cache_memory_bytes; without either, 256 MiB on CPU, and on CUDA the share
     gpu_memory_utilization of all memory less what weights and one full step take. max_model_len None is the
-    model's length, or the cache's or the step's if that is shorter.
+    model's length, or the cache's or the step's if that is shorter. enforce_eager runs the model as it is
+    written, without what chapter 12 adds.
     """
 
     model: str | Path = DEFAULT_MODEL
@@ -48,7 +52,8 @@ class EngineArgs:
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     scheduling_policy: str | Policy = "fcfs"
-    attention_backend: AttentionBackend = RaggedAttention
+    enforce_eager: bool = False
+    attention_backend: str | AttentionBackend = "auto"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -59,15 +64,16 @@ class EngineArgs:
         for field in ("max_model_len", "num_gpu_blocks_override", "kv_cache_memory_bytes"):
             if getattr(self, field) is not None:
                 check_integer(field, getattr(self, field), 1)
-        for field in ("enable_prefix_caching", "enable_chunked_prefill"):
+        for field in ("enable_prefix_caching", "enable_chunked_prefill", "enforce_eager"):
             if not isinstance(getattr(self, field), bool):
                 raise InvalidRequestError(field, getattr(self, field), "True or False")
         check_integer("seed", self.seed, -(2**63), 2**63 - 1)
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
             raise InvalidRequestError("gpu_memory_utilization", share, "a number above 0, at most 1")
-        if not callable(self.attention_backend):
-            raise InvalidRequestError("attention_backend", self.attention_backend, "a class like RaggedAttention")
+        if not (callable(self.attention_backend) or isinstance(self.attention_backend, str)):
+            limit = "a name, or a class like RaggedAttention"
+            raise InvalidRequestError("attention_backend", self.attention_backend, limit)
         if self.dtype not in ("auto", *DTYPES):
             raise InvalidRequestError("dtype", self.dtype, f"auto or one of {sorted(DTYPES)}")
 
@@ -83,15 +89,27 @@ def build_engine(args: EngineArgs, trace: Trace | None = None) -> Engine:
     tokenizer = Tokenizer(folder)
     model = load_model(folder, dtype, device)
     num_blocks = args.num_gpu_blocks_override or num_cache_blocks(args, model)
-    limits = RequestLimits(model.config.vocab_size, longest_request(args, model.config, num_blocks))
+    max_model_len = longest_request(args, model.config, num_blocks)
+    limits = RequestLimits(model.config.vocab_size, max_model_len)
     manager = PrefixCachingBlockManager if args.enable_prefix_caching else BlockManager
     scheduler = Scheduler(
         manager(num_blocks, args.block_size), args.max_num_seqs, args.max_num_batched_tokens,
         args.enable_chunked_prefill, args.scheduling_policy,
     )
     cache = KVCache(model.config, num_blocks * args.block_size, dtype, device)
-    runner = ModelRunner(model, cache, args.attention_backend)
+    runner = build_runner(args, model, cache, max_model_len)
     return Engine(runner, scheduler, tokenizer, limits, trace=trace, seed=args.seed)
+
+
+def build_runner(args: EngineArgs, model: Transformer, cache: KVCache, max_model_len: int) -> ModelRunner:
+    """The fastest way to run the model on its device, or the plain one."""
+    keys = cache.keys
+    backend = select_backend(args.attention_backend, keys.device, keys.dtype, keys.shape[-1], args.block_size)
+    if args.enforce_eager or keys.device.type not in ("cpu", "cuda"):
+        return ModelRunner(model, cache, backend)
+    if keys.device.type == "cuda":
+        return CUDAGraphRunner(model, cache, backend, args.max_num_seqs, max_model_len, args.block_size)
+    return CPURunner(model, cache, backend)
 
 
 def torch_device(name: str) -> torch.device:

@@ -53,4 +53,4 @@ def real_llm() -> Any:
     """The default model, read once."""
     from shared import LLM
 
-    return LLM(dtype="float32")
+    return LLM(dtype="float32", enforce_eager=True)
