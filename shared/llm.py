@@ -56,6 +56,23 @@ class OutputStreams:
                 self._ready[output.request_id].clear()
         return taken
 
+    def stream(
+        self, prompts: Sequence[Mapping[str, Any]], params: Sequence[SamplingParams | None]
+    ) -> Iterator[RequestOutput]:
+        """Yield each output of these prompts; whatever is unfinished when the caller leaves is dropped."""
+        names: list[str] = []
+        try:
+            for prompt, options in zip(prompts, params):
+                names.append(self.add(prompt, options))
+            while self.is_expecting(names):
+                for output in self.take(names):
+                    if output.finished:
+                        names.remove(output.request_id)
+                    yield output
+        finally:
+            for name in names:
+                self.drop(name)
+
     def drop(self, name: str) -> None:
         """End a request that nobody waits for any more."""
         self.engine.abort(name)
@@ -102,18 +119,7 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Yield each request's output whenever it grows; closing the iterator aborts what is unfinished."""
         prompts = prompt_list(prompts)
-        names: list[str] = []
-        try:
-            for prompt, params in zip(prompts, params_list(sampling_params, len(prompts))):
-                names.append(self._streams.add(prompt, params))
-            while self._streams.is_expecting(names):
-                for output in self._streams.take(names):
-                    if output.finished:
-                        names.remove(output.request_id)
-                    yield output
-        finally:
-            for name in names:
-                self._streams.drop(name)
+        yield from self._streams.stream(prompts, params_list(sampling_params, len(prompts)))
 
     def chat(self, messages: Any, sampling_params: SamplingParams | None = None) -> list[RequestOutput]:
         """Answer one conversation or a list of them; without options, up to the model's length."""
