@@ -56,13 +56,13 @@ def load_backend(name: str) -> AttentionBackend:
 
 
 def cpu_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    from shared.cpu_attention import WIDEST_HEAD
+    from shared.cpu_attention import HEAD_DIMS
     from shared.cpu_ops import KernelsUnavailable, operation
 
     if device.type != "cpu":
         return f"cpu_paged runs on cpu, not on {device}"
-    if head_dim > WIDEST_HEAD:
-        return f"cpu_paged takes a head_dim up to {WIDEST_HEAD}, not {head_dim}"
+    if head_dim not in HEAD_DIMS:
+        return f"cpu_paged takes a head_dim of {HEAD_DIMS}, not {head_dim}"
     try:
         operation("paged_attention", dtype)
     except KernelsUnavailable as error:

@@ -8,7 +8,7 @@ from shared.batch import ForwardBatch
 from shared.cpu_ops import KernelsUnavailable, operation
 from shared.kv_cache import KVCache
 
-WIDEST_HEAD = 256  # as in cpu_kernels.cpp
+HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)  # those compiled in cpu_kernels.cpp
 
 
 class CPUPagedAttention:
@@ -19,11 +19,8 @@ class CPUPagedAttention:
     """
 
     def __init__(self, cache: KVCache, batch: ForwardBatch):
-        keys, head_dim = cache.keys, cache.keys.shape[-1]
-        if keys.device.type != "cpu" or head_dim > WIDEST_HEAD:
-            limit = f"caches on the CPU with head_dim up to {WIDEST_HEAD}"
-            raise KernelsUnavailable(f"cpu_paged attention reads {limit}, not {keys.device} with {head_dim}")
-        self.attend = operation("paged_attention", keys.dtype)
+        keys = cache.keys
+        self.attend = paged_operation(keys)
         self.cache, self.batch = cache, batch
         layers, _, self.kv_heads, self.head_dim = keys.shape
         self.layer_bytes = keys[0].numel() * keys.element_size()
@@ -42,6 +39,15 @@ class CPUPagedAttention:
             self.requests, q.shape[1], self.kv_heads, self.head_dim, self.head_dim**-0.5,
         )
         return out
+
+
+def paged_operation(keys: Tensor):
+    """The compiled function for a cache like this; raises KernelsUnavailable."""
+    head_dim = keys.shape[-1]
+    if keys.device.type != "cpu" or head_dim not in HEAD_DIMS:
+        limit = f"caches on the CPU with a head_dim of {HEAD_DIMS}"
+        raise KernelsUnavailable(f"cpu_paged attention reads {limit}, not {head_dim} on {keys.device}")
+    return operation("paged_attention", keys.dtype)
 
 
 def packed_heads(x: Tensor) -> Tensor:

@@ -109,9 +109,39 @@ template <class T> void swiglu(const T* gate_up, T* out, Index rows, Index size)
 
 // ---- Attention over the cache in place ----
 
+constexpr Index LANES = 16;   // numbers that one vector holds
 constexpr Index KEYS = 64;    // keys of one tile
 constexpr Index TOKENS = 16;  // queries of one tile, each with all heads that share a key-value head
-constexpr Index WIDEST = 256;  // the largest head_dim
+constexpr Index ROWS = 3;     // queries whose sums stay in registers while the values go by
+
+typedef float Vector __attribute__((vector_size(LANES * 4)));
+typedef std::uint32_t WideBits __attribute__((vector_size(LANES * 4)));
+typedef std::uint16_t Bits __attribute__((vector_size(LANES * 2)));
+typedef float Half __attribute__((vector_size(LANES * 2)));
+typedef float Quarter __attribute__((vector_size(LANES)));
+
+inline Vector load(const float* x) {
+  Vector result;
+  std::memcpy(&result, x, sizeof result);
+  return result;
+}
+inline Vector load(const bfloat16* x) {
+  Bits bits;
+  std::memcpy(&bits, x, sizeof bits);
+  WideBits wide = __builtin_convertvector(bits, WideBits) << 16;
+  Vector result;
+  std::memcpy(&result, &wide, sizeof result);
+  return result;
+}
+// The sixteen numbers added up to four; adding those as well is left to a loop over many sums.
+inline Quarter fold(const Vector& x) {
+  Half halves[2];
+  std::memcpy(halves, &x, sizeof halves);
+  Half both = halves[0] + halves[1];
+  Quarter quarters[2];
+  std::memcpy(quarters, &both, sizeof quarters);
+  return quarters[0] + quarters[1];
+}
 
 // One layer of the cache and the step's block tables: where the keys and values of each request lie.
 template <class T> struct Cache {
@@ -123,72 +153,83 @@ template <class T> struct Cache {
 // A few neighbouring queries of one request, and one key-value head.
 struct Tile { Index request, first_token, num_tokens, first_position, kv_head; };
 
-// Softmax computed as the keys come by (Milakov and Gimelshein, 2018): rows hold their maximum and sum so far.
-template <class T> class RunningAttention {
+// Softmax computed as the keys come by (Milakov and Gimelshein, 2018): each row, one query of one head, holds
+// its maximum and its sums so far. PARTS vectors make a head.
+template <class T, Index PARTS> class RunningAttention {
  public:
-  RunningAttention(Index rows, Index head_dim)
-      : rows(rows), dim(head_dim), queries(rows * dim), sums(rows * dim), scores(rows * KEYS), tile(KEYS * dim),
+  static constexpr Index DIM = PARTS * LANES;
+
+  explicit RunningAttention(Index rows)
+      : rows(rows), queries(rows * DIM), sums(rows * DIM), scores(rows * KEYS), partial(rows * KEYS * 4),
         maxima(rows, -std::numeric_limits<float>::infinity()), totals(rows) {}
 
   void set_query(Index row, const T* q, float scale) {
-    for (Index i = 0; i < dim; ++i) queries[row * dim + i] = widen(q[i]) * scale;
+    for (Index i = 0; i < DIM; ++i) queries[row * DIM + i] = widen(q[i]) * scale;
   }
 
-  // Keys `first` to `first + count` of the request; row r may see those below limits[r].
-  void add_keys(const T* const* keys, const T* const* values, Index first, Index count, const Index* limits) {
-    load(keys, count);
-    for (Index row = 0; row < rows; ++row) score(row, std::min(count, limits[row] - first));
-    load(values, count);
-    for (Index row = 0; row < rows; ++row) add_values(row, std::min(count, limits[row] - first));
+  // Keys `first` to `first + count` of the request; a row may see those below its limit.
+  void add(const T* const* keys, const T* const* values, Index first, Index count, const Index* limits) {
+    for (Index j = 0; j < count; ++j) score(keys[j], j);
+    for (Index row = 0; row < rows; ++row) weigh(row, count, std::min(count, limits[row] - first));
+    Index row = 0;
+    for (; row + ROWS <= rows; row += ROWS) add_values<ROWS>(row, values, count);
+    for (; row < rows; ++row) add_values<1>(row, values, count);
   }
 
   void result(Index row, T* out) const {
-    for (Index i = 0; i < dim; ++i) out[i] = narrow<T>(sums[row * dim + i] / totals[row]);
+    for (Index i = 0; i < DIM; ++i) out[i] = narrow<T>(sums[row * DIM + i] / totals[row]);
   }
 
  private:
-  void load(const T* const* vectors, Index count) {
-    for (Index j = 0; j < count; ++j)
-      for (Index i = 0; i < dim; ++i) tile[j * dim + i] = widen(vectors[j][i]);
+  void score(const T* key, Index j) {
+    Vector own[PARTS];
+    for (Index p = 0; p < PARTS; ++p) own[p] = load(key + p * LANES);
+    for (Index row = 0; row < rows; ++row) {
+      Vector product = load(&queries[row * DIM]) * own[0];
+      for (Index p = 1; p < PARTS; ++p) product += load(&queries[row * DIM + p * LANES]) * own[p];
+      Quarter folded = fold(product);
+      std::memcpy(&partial[(row * KEYS + j) * 4], &folded, sizeof folded);
+    }
   }
 
-  void score(Index row, Index count) {
-    if (count <= 0) return;
-    const float* query = &queries[row * dim];
-    float *own = &scores[row * KEYS], best = maxima[row];
-    for (Index j = 0; j < count; ++j) {
-      const float* key = &tile[j * dim];
-      float sum = 0;
-#pragma omp simd reduction(+ : sum)
-      for (Index i = 0; i < dim; ++i) sum += query[i] * key[i];
-      own[j] = sum;
-    }
+  // From scores to weights relative to the maximum so far; what was summed under a smaller one shrinks.
+  void weigh(Index row, Index count, Index visible) {
+    float *own = &scores[row * KEYS], best = maxima[row], total = 0;
+    const float* folded = &partial[row * KEYS * 4];
+    for (Index j = 0; j < count; ++j)
+      own[j] = (folded[4 * j] + folded[4 * j + 1]) + (folded[4 * j + 2] + folded[4 * j + 3]);
+    for (Index j = std::max(Index(0), visible); j < count; ++j) own[j] = -std::numeric_limits<float>::infinity();
+#pragma omp simd reduction(max : best)
     for (Index j = 0; j < count; ++j) best = std::max(best, own[j]);
-    float total = 0, shrink = exponential(maxima[row] - best);
 #pragma omp simd reduction(+ : total)
     for (Index j = 0; j < count; ++j) total += own[j] = exponential(own[j] - best);
-    for (Index i = 0; i < dim; ++i) sums[row * dim + i] *= shrink;
+    float shrink = exponential(maxima[row] - best);
+    for (Index i = 0; i < DIM; ++i) sums[row * DIM + i] *= shrink;
     totals[row] = totals[row] * shrink + total;
     maxima[row] = best;
   }
 
-  void add_values(Index row, Index count) {
-    float *sum = &sums[row * dim], partial[WIDEST];
-    std::copy(sum, sum + dim, partial);
+  template <Index N> void add_values(Index row, const T* const* values, Index count) {
+    Vector own[N][PARTS];
+    for (Index r = 0; r < N; ++r)
+      for (Index p = 0; p < PARTS; ++p) own[r][p] = load(&sums[(row + r) * DIM + p * LANES]);
     for (Index j = 0; j < count; ++j)
-      for (Index i = 0; i < dim; ++i) partial[i] += scores[row * KEYS + j] * tile[j * dim + i];
-    std::copy(partial, partial + dim, sum);
+      for (Index p = 0; p < PARTS; ++p) {
+        Vector value = load(values[j] + p * LANES);
+        for (Index r = 0; r < N; ++r) own[r][p] += value * scores[(row + r) * KEYS + j];
+      }
+    for (Index r = 0; r < N; ++r) std::memcpy(&sums[(row + r) * DIM], own[r], sizeof own[r]);
   }
 
-  Index rows, dim;
-  std::vector<float> queries, sums, scores, tile, maxima, totals;
+  Index rows;
+  std::vector<float> queries, sums, scores, partial, maxima, totals;
 };
 
 // q and out [tokens, heads, head_dim]; q may be a part of longer rows, q_stride elements apart.
-template <class T>
+template <class T, Index PARTS>
 void attend(const Tile& own, const Cache<T>& cache, const T* q, Index q_stride, T* out, Index heads, float scale) {
   Index group = heads / cache.kv_heads, rows = own.num_tokens * group, dim = cache.head_dim;
-  RunningAttention<T> attention(rows, dim);
+  RunningAttention<T, PARTS> attention(rows);
   std::vector<Index> limits(rows);
   for (Index row = 0; row < rows; ++row) {
     Index token = own.first_token + row / group, head = own.kv_head * group + row % group;
@@ -204,11 +245,25 @@ void attend(const Tile& own, const Cache<T>& cache, const T* q, Index q_stride, 
       keys[j] = cache.keys + at, values[j] = cache.values + at;
       if (++inside == cache.block_size) inside = 0, ++block;
     }
-    attention.add_keys(keys, values, first, count, limits.data());
+    attention.add(keys, values, first, count, limits.data());
   }
   for (Index row = 0; row < rows; ++row) {
     Index token = own.first_token + row / group, head = own.kv_head * group + row % group;
     attention.result(row, out + (token * heads + head) * dim);
+  }
+}
+
+// The kernel for a head size; nullptr for one that was not compiled.
+template <class T> auto attend_for(Index head_dim) -> decltype(&attend<T, 1>) {
+  switch (head_dim) {
+    case 16: return attend<T, 1>;
+    case 32: return attend<T, 2>;
+    case 64: return attend<T, 4>;
+    case 80: return attend<T, 5>;
+    case 96: return attend<T, 6>;
+    case 128: return attend<T, 8>;
+    case 256: return attend<T, 16>;
+    default: return nullptr;
   }
 }
 
@@ -228,6 +283,7 @@ void paged_attention(const T* q, Index q_stride, const T* k, Index k_stride, con
                      T* keys, T* values, const Index* slots, const Index* block_tables, Index table_width,
                      Index block_size, const Index* query_start_loc, const Index* seq_lens, Index requests,
                      Index heads, Index kv_heads, Index head_dim, float scale) {
+  auto attend_tile = attend_for<T>(head_dim);
   Index tokens = query_start_loc[requests], size = kv_heads * head_dim;
   std::vector<Tile> tiles = tiles_of(query_start_loc, seq_lens, requests, kv_heads);
   Cache<T> cache{keys, values, block_tables, table_width, block_size, kv_heads, head_dim};
@@ -239,7 +295,7 @@ void paged_attention(const T* q, Index q_stride, const T* k, Index k_stride, con
       std::copy(v + t * v_stride, v + t * v_stride + size, values + slots[t] * size);
     }
 #pragma omp for schedule(dynamic)
-    for (Index i = 0; i < Index(tiles.size()); ++i) attend(tiles[i], cache, q, q_stride, out, heads, scale);
+    for (Index i = 0; i < Index(tiles.size()); ++i) attend_tile(tiles[i], cache, q, q_stride, out, heads, scale);
   }
 }
 

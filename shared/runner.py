@@ -6,11 +6,13 @@ the model over: the plain modules are gone from it, and so is their memory.
 """
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
 from shared.batch import AttentionBackend, ModelRunner, RaggedAttention
-from shared.cpu_attention import CPUPagedAttention
+from shared.cpu_attention import CPUPagedAttention, paged_operation
 from shared.cpu_ops import KernelsUnavailable, address, operation
 from shared.kv_cache import KVCache
 from shared.model import Attention, DecoderLayer, RMSNorm, Transformer
@@ -27,21 +29,27 @@ class CPURunner(ModelRunner):
         self, model: Transformer, cache: KVCache, attention_backend: AttentionBackend | None = None,
         *, prepack: bool = True, fuse: bool = True,
     ):
-        self.missing: list[str] = []
-        dtype = cache.keys.dtype
-        try:
-            operation("swiglu", dtype)
-        except KernelsUnavailable as error:
-            self.missing.append(str(error))
-        compiled = not self.missing
-        default = CPUPagedAttention if compiled else RaggedAttention
+        obstacles = {
+            "attention": why_not(paged_operation, cache.keys) if attention_backend is None else None,
+            "fuse": why_not(operation, "swiglu", cache.keys.dtype) if fuse else None,
+            "prepack": no_prepacking(cache.keys.dtype) if prepack else None,
+        }
+        self.missing = {name: reason for name, reason in obstacles.items() if reason}
+        default = RaggedAttention if "attention" in self.missing else CPUPagedAttention
         super().__init__(model, cache, attention_backend or default)
-        if fuse and compiled:
+        if fuse and "fuse" not in self.missing:
             fuse_layers(model)
-        if prepack and (reason := no_prepacking(dtype)):
-            self.missing.append(reason)
-        elif prepack:
+        if prepack and "prepack" not in self.missing:
             prepack_linears(model)
+
+
+def why_not(operation_for: Callable, *arguments) -> str | None:
+    """Why a compiled operation can't be had, or None."""
+    try:
+        operation_for(*arguments)
+    except KernelsUnavailable as error:
+        return str(error)
+    return None
 
 
 # Prepacked linear layers
@@ -63,10 +71,10 @@ class PackedLinear(nn.Module):
 def no_prepacking(dtype: torch.dtype) -> str | None:
     """Why linear layers cannot be prepacked here, or None."""
     if not torch.backends.mkldnn.is_available():
-        return "prepack: this torch has no oneDNN"
+        return "this torch has no oneDNN"
     if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return "prepack: oneDNN has no bfloat16 on this CPU"
-    return None if dtype in (torch.float32, torch.bfloat16) else f"prepack: not for {dtype}"
+        return "oneDNN has no bfloat16 on this CPU"
+    return None if dtype in (torch.float32, torch.bfloat16) else f"oneDNN packs no {dtype}"
 
 
 def prepack_linears(module: nn.Module) -> None:
