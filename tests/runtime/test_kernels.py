@@ -26,6 +26,15 @@ ROOT = Path(__file__).parents[2]
 HALVES = (torch.float32, torch.float16)
 
 
+@pytest.fixture(autouse=True)
+def uninitialised_memory_is_nan():
+    """So that a number which nobody wrote cannot pass for a zero."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(1).isnan() and torch.zeros(1).new_empty(1).isnan()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 def paged_arguments(paged: Paged, **batch_options):
     batch = paged.batch(**batch_options)
     cache = paged.cache.keys[0], paged.cache.values[0]
