@@ -2,8 +2,10 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,6 +15,7 @@ from shared.block_manager import BlockManager
 from shared.cuda_graph import CUDAGraphRunner
 from shared.engine import Engine
 from shared.errors import InvalidRequestError
+from shared.group import TensorParallelRunner
 from shared.kv_cache import KVCache, kv_bytes_per_token
 from shared.model import ModelConfig, Transformer
 from shared.prefix_cache import PrefixCachingBlockManager
@@ -23,9 +26,14 @@ from shared.scheduler import Policy, Scheduler
 from shared.tokenizer import Tokenizer
 from shared.trace import Trace
 from shared.weights import DEFAULT_MODEL, load_model, resolve
+from shared.workers import launch
 
 CPU_CACHE_BYTES = 256 * 2**20
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+RANK_OPTIONS = (  # what every rank must know to build its runner
+    "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_gpu_blocks_override",
+    "kv_cache_memory_bytes", "gpu_memory_utilization", "enable_chunked_prefill", "enforce_eager", "attention_backend",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -36,7 +44,7 @@ class EngineArgs:
     many as fit in kv_cache_memory_bytes; without either, 256 MiB on CPU, and on CUDA the share
     gpu_memory_utilization of all memory less what weights and one full step take. max_model_len None is the
     model's length, or the cache's or the step's if that is shorter. enforce_eager runs the model as it is
-    written, without what chapter 12 adds.
+    written, without what chapter 12 adds. tensor_parallel_size ranks share the model, and each caches its own heads.
     """
 
     model: str | Path = DEFAULT_MODEL
@@ -52,6 +60,7 @@ class EngineArgs:
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     scheduling_policy: str | Policy = "fcfs"
+    tensor_parallel_size: int = 1
     enforce_eager: bool = False
     attention_backend: str | AttentionBackend = "auto"
     seed: int = 0
@@ -59,7 +68,7 @@ class EngineArgs:
     def __post_init__(self) -> None:
         if not isinstance(self.model, (str, Path)):
             raise InvalidRequestError("model", self.model, "the name of a model or the path of its folder")
-        for field in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
+        for field in ("max_num_seqs", "max_num_batched_tokens", "block_size", "tensor_parallel_size"):
             check_integer(field, getattr(self, field), 1)
         for field in ("max_model_len", "num_gpu_blocks_override", "kv_cache_memory_bytes"):
             if getattr(self, field) is not None:
@@ -83,31 +92,50 @@ def build_engine(args: EngineArgs, trace: Trace | None = None) -> Engine:
 
     Raises ModelLoadError, or InvalidRequestError for an option that this model or machine can't have.
     """
-    device = torch_device(args.device)
-    dtype = torch_dtype(args.dtype, device)
-    folder = resolve(args.model)
-    tokenizer = Tokenizer(folder)
-    model = load_model(folder, dtype, device)
-    num_blocks = args.num_gpu_blocks_override or num_cache_blocks(args, model)
-    max_model_len = longest_request(args, model.config, num_blocks)
-    limits = RequestLimits(model.config.vocab_size, max_model_len)
+    tokenizer = Tokenizer(resolve(args.model))
+    runner = start_runner(args)
+    config, num_blocks = runner.model.config, runner.cache.num_slots // args.block_size
+    limits = RequestLimits(config.vocab_size, longest_request(args, config, num_blocks))
     manager = PrefixCachingBlockManager if args.enable_prefix_caching else BlockManager
     scheduler = Scheduler(
         manager(num_blocks, args.block_size), args.max_num_seqs, args.max_num_batched_tokens,
         args.enable_chunked_prefill, args.scheduling_policy,
     )
-    cache = KVCache(model.config, num_blocks * args.block_size, dtype, device)
-    runner = build_runner(args, model, cache, max_model_len)
     return Engine(runner, scheduler, tokenizer, limits, trace=trace, seed=args.seed)
 
 
-def build_runner(args: EngineArgs, model: Transformer, cache: KVCache, max_model_len: int) -> ModelRunner:
-    """The fastest way to run the model on its device, or the plain one."""
-    keys = cache.keys
-    backend = select_backend(args.attention_backend, keys.device, keys.dtype, keys.shape[-1], args.block_size)
-    if args.enforce_eager or keys.device.type not in ("cpu", "cuda"):
+def start_runner(args: EngineArgs) -> ModelRunner | TensorParallelRunner:
+    """The model and its cache, ready to run: in this process, or cut over several."""
+    device = torch_device(args.device)
+    dtype = torch_dtype(args.dtype, device)
+    if args.tensor_parallel_size == 1:
+        return build_runner(args, load_model(args.model, dtype, device))
+    options = {name: getattr(args, name) for name in RANK_OPTIONS}
+    return launch(
+        args.model, args.tensor_parallel_size, dtype=dtype, device=device.type, make_runner=rank_runner, **options
+    )
+
+
+def rank_runner(model: Transformer, agree: Callable[[int], int], **options: Any) -> ModelRunner:
+    """What each rank of tensor parallelism builds."""
+    return build_runner(EngineArgs(**options), model, agree)
+
+
+def build_runner(args: EngineArgs, model: Transformer, agree: Callable[[int], int] = int) -> ModelRunner:
+    """A cache, and the fastest way to run the model on its device, or the plain one.
+
+    `agree` gives the smallest of all ranks' numbers: the scheduler counts blocks that every rank must have.
+    """
+    weight = model.embed_tokens.weight
+    num_blocks = agree(args.num_gpu_blocks_override or num_cache_blocks(args, model))
+    max_model_len = longest_request(args, model.config, num_blocks)
+    cache = KVCache(model.config, num_blocks * args.block_size, weight.dtype, weight.device)
+    backend = select_backend(
+        args.attention_backend, weight.device, weight.dtype, model.config.head_dim, args.block_size
+    )
+    if args.enforce_eager or weight.device.type not in ("cpu", "cuda"):
         return ModelRunner(model, cache, backend)
-    if keys.device.type == "cuda":
+    if weight.device.type == "cuda":
         return CUDAGraphRunner(model, cache, backend, args.max_num_seqs, max_model_len, args.block_size)
     return CPURunner(model, cache, backend)
 

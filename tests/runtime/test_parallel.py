@@ -10,21 +10,21 @@ import sys
 import textwrap
 import time
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 
-from shared.decode import generate_naive
+from shared import LLM, SamplingParams
 from shared.errors import EngineError, InvalidRequestError, ModelLoadError
 from shared.kv_cache import KVCache, kv_bytes_per_token
 from shared.model import CausalAttention, ModelConfig
 from shared.parallel import Shard, connect, load_shard, split, split_heads
-from shared.sampling_params import SamplingParams
 from shared.weights import load_model, read_config
 from shared.workers import launch, plain_runner
 from tests.runtime.ranks import ROOT, group_of, rank_processes, save_model, together
 from tests.runtime.test_ladder import GREEDY, PROMPTS, RUNGS, SAMPLED, naive
-from tests.runtime.tiny import make_engine, run
+from tests.runtime.tiny import make_engine, run, save_tokenizer
 
 NUM_SLOTS = 512
 ONE_KV_HEAD, ODD = dict(num_key_value_heads=1), dict(vocab_size=131, intermediate_size=97, attention_bias=True)
@@ -274,21 +274,63 @@ def test_a_runner_that_other_processes_cannot_find_is_refused(folders, make_runn
         launch(folders["llama"], 2, make_runner=make_runner)
 
 
-def test_a_script_without_a_guard_that_never_shuts_down(folders, tmp_path):
+def test_llm_on_two_ranks_in_a_script_without_a_guard(served, tmp_path):
     """No `if __name__ == "__main__"`, no shutdown: the answer is right and no process stays."""
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(f"""
-        from shared.workers import launch
-        from tests.runtime.tiny import make_engine, run
-        from shared.sampling_params import SamplingParams
-        runner = launch({str(folders["qwen3"])!r}, 2, num_slots=256)
-        print(run(make_engine(runner=runner), [[5, 6, 7]], SamplingParams(temperature=0, max_tokens=4)))
-        print(*[process.pid for process in runner.ranks.workers.processes.values()])
-    """))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ran = subprocess.run([sys.executable, str(script)], env=environment, cwd=tmp_path, capture_output=True, text=True,
-                         timeout=120)  # fmt: skip
+    folder, expected = served
+    output = program(tmp_path, f"""
+        from shared import LLM, SamplingParams
+        llm = LLM({str(folder)!r}, tensor_parallel_size=2)
+        print(llm.generate(TEXT, SamplingParams(temperature=0, max_tokens=8))[0].outputs[0].text)
+        print(*[process.pid for process in llm.engine.runner.ranks.workers.processes.values()])
+    """)
+    assert output[0] == expected and not is_alive(int(output[1]))
+
+
+def test_llm_under_torchrun(served, tmp_path):
+    folder, expected = served
+    output = program(tmp_path, f"""
+        import os
+        from shared import LLM, SamplingParams
+        from shared.workers import serve_worker
+        if os.environ["RANK"] == "0":
+            with LLM({str(folder)!r}, tensor_parallel_size=int(os.environ["WORLD_SIZE"])) as llm:
+                print(llm.generate(TEXT, SamplingParams(temperature=0, max_tokens=8))[0].outputs[0].text)
+        else:
+            serve_worker()
+    """, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")  # fmt: skip
+    assert output == [expected]
+
+
+TEXT = "Split me"
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory) -> tuple[Path, str]:
+    """A model with a tokenizer, and what it says in one process."""
+    folder = save_tokenizer(save_model(tmp_path_factory.mktemp("served"), "Llama"))
+    llm = LLM(folder, enforce_eager=True)
+    return folder, llm.generate(TEXT, SamplingParams(temperature=0, max_tokens=8))[0].outputs[0].text
+
+
+def program(folder: Path, text: str, *arguments: str) -> list[str]:
+    """The lines that a program prints in its own process."""
+    script = folder / "program.py"
+    script.write_text(f"TEXT = {TEXT!r}\n{textwrap.dedent(text)}")
+    ran = subprocess.run([sys.executable, *arguments, str(script)], env={**os.environ, "PYTHONPATH": str(ROOT)},
+                         cwd=folder, capture_output=True, text=True, timeout=120)  # fmt: skip
     assert ran.returncode == 0, ran.stderr
-    answer, process = ran.stdout.strip().splitlines()
-    assert answer == str([generate_naive(load_model(folders["qwen3"]), [5, 6, 7], 4, (2,)).new_ids])
-    assert not is_alive(int(process))
+    return ran.stdout.splitlines()
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.5, True])
+def test_a_size_that_is_no_count_is_refused(served, value):
+    with pytest.raises(InvalidRequestError, match="tensor_parallel_size"):
+        LLM(served[0], tensor_parallel_size=value)
+
+
+def test_a_back_end_of_this_program_alone_is_refused(served):
+    class Mine:
+        """Other processes can't import it."""
+
+    with pytest.raises(InvalidRequestError, match="attention_backend: must be at the top of a module"):
+        LLM(served[0], tensor_parallel_size=2, attention_backend=Mine)
