@@ -124,7 +124,8 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: Any = None) -> None:
         await super().startup(sockets)
-        print(f"Serving on {self.address}/v1   (Ctrl-C ends it)", flush=True)
+        if threading.current_thread() is threading.main_thread():
+            print(f"Serving on {self.address}/v1   (Ctrl-C ends it)", flush=True)
 
     async def shutdown(self, sockets: Any = None) -> None:
         await asyncio.to_thread(self.engine.shutdown, self.shutdown_timeout)
