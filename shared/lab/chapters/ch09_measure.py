@@ -31,7 +31,7 @@ Lengths = Sequence[tuple[int, int]]  # prompt and answer tokens of each request
 def lengths(count: int = 12, seed: int = 0) -> Lengths:
     """Requests that all come at once, each far shorter than MAX_MODEL_LEN allows."""
     draw = random.Random(seed)
-    return [(draw.randint(8, 40), draw.randint(4, 9)) for _ in range(count)]
+    return [(draw.randint(8, 40), draw.randint(3, 6)) for _ in range(count)]
 
 
 def make_engine(model: Transformer, tokenizer: Tokenizer, allocator: Allocator) -> Engine:

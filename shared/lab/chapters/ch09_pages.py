@@ -196,7 +196,7 @@ def lockstep(sides: list[Side]) -> Iterator[list[Side]]:
 
 def render_sides(sides: Sequence[Side], index: int) -> Html:
     """Both caches slot by slot, what changed, the reasons, and the slot-steps so far."""
-    drawn = [tag("section", _render_side(side), "flex:1 1 24em;min-width:0") for side in sides]
+    drawn = [tag("section", _render_side(side), "flex:1 1 27em;min-width:0;overflow-x:auto") for side in sides]
     return join([tag("div", join(drawn), "display:flex;flex-wrap:wrap;gap:20px;align-items:flex-start"),
                  _totals(sides)])
 
@@ -233,14 +233,14 @@ def slot_map(held: Mapping[int, tuple[str, bool]], num_slots: int, block_size: i
         cells = [_slot(held.get(slot), block_size > 1 and slot % block_size == 0)
                  for slot in range(first, min(first + COLUMNS, num_slots))]
         lines.append(tag("tr", join([tag("th", first, f"{QUIET};font-weight:400;padding:0 4px", scope="row"), *cells])))
-    return tag("table", join(lines), "border-collapse:collapse;margin:4px 0;font-size:12px")
+    return tag("table", join(lines), "border-collapse:collapse;margin:4px 0;font-size:11px")
 
 
 def _slot(held: tuple[str, bool] | None, begins: bool) -> Html:
     name, full = held or ("·", False)
     look = f"background:{TINT};font-weight:700" if full else f"background:{SHADE if held else 'none'};{QUIET}"
     left = f"border-left:3px solid {LINE}" if begins else ""
-    style = f"border:1px solid {LINE};{left};text-align:center;font-family:{MONO};min-width:22px;padding:1px;{look}"
+    style = f"border:1px solid {LINE};{left};text-align:center;font-family:{MONO};min-width:20px;padding:1px 0;{look}"
     return tag("td", name if full or not held else f"({name})", style)
 
 
