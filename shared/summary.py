@@ -16,7 +16,7 @@ STUDENT_T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # 97.5 % qu
 def percentile(samples: Sequence[float], percent: float) -> float:
     """The smallest sample that at least `percent` of them do not exceed (nearest rank)."""
     ordered = sorted(samples)
-    return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
+    return ordered[max(0, math.ceil(percent * len(ordered) / 100) - 1)]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Estimate:
         n, mean = len(samples), statistics.fmean(samples)
         if n < 2:
             return cls(mean, None, n)
-        t = STUDENT_T[n - 2] if n - 2 < len(STUDENT_T) else 2.0
+        t = STUDENT_T[n - 2] if n - 2 < len(STUDENT_T) else 1.96 + 2.5 / (n - 1)
         return cls(mean, t * statistics.stdev(samples) / math.sqrt(n), n)
 
     def __str__(self) -> str:

@@ -216,9 +216,14 @@ def test_a_percentile_is_a_sample_that_enough_do_not_exceed(samples, percent):
     assert sum(sample < value for sample in samples) < percent / 100 * len(samples) + 1e-9
 
 
-def test_the_interval_covers_the_mean_as_often_as_it_says():
+def test_a_whole_rank_is_not_rounded_up():
+    assert [percentile(range(1, 101), percent) for percent in range(1, 101)] == list(range(1, 101))
+
+
+@pytest.mark.parametrize("n", [2, 5, 11, 30])
+def test_the_interval_covers_the_mean_as_often_as_it_says(n):
     generator = torch.Generator().manual_seed(0)
-    draws = torch.randn(4000, 5, generator=generator) + 10
+    draws = torch.randn(4000, n, generator=generator) + 10
     hits = sum(abs(e.mean - 10) <= e.half_width for e in map(Estimate.of, draws.tolist()))
     assert hits / 4000 == pytest.approx(0.95, abs=0.015)
 
