@@ -141,7 +141,8 @@ class Workers:
         for rank, process in self.processes.items():
             if process.poll() is not None:
                 self.logs[rank].seek(0)
-                words = self.logs[rank].read().decode(errors="replace").strip().splitlines()[-1:]
+                lines = self.logs[rank].read().decode(errors="replace").strip().splitlines()
+                words = lines[-1:] if process.returncode > 0 else []  # one that was killed had no time for words
                 return ": ".join([f"rank {rank} ended with code {process.returncode}", *words])
         return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -47,6 +48,7 @@ SHAPES = {  # as the models' own config.json files say
 }
 
 
+@functools.cache
 def num_parameters(config: ModelConfig) -> int:
     """Weights of a model, counted on one that takes no memory; tied ones once."""
     with torch.device("meta"):

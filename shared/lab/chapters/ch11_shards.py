@@ -107,7 +107,7 @@ def render_place(place: Place, index: int) -> Html:
     full, size = place.shards[0].full, len(place.shards)
     widest = max(2 * full.intermediate_size, 3 * full.hidden_size)
     rows = [_row(place, shard, done, widest) for shard in place.shards]
-    headers = ["rank", "query heads", "kv heads", "holds", "shape", "width", "weights read"]
+    headers = ["rank", "query heads", "kv heads", "holds", "shape", "width", "weights read so far"]
     sums = sum(each.reduces for each in done)
     sent = sums * place.tokens * full.hidden_size * place.itemsize if size > 1 else 0
     read = [sum(each.weights(shard) for each in done) for shard in place.shards]
