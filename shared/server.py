@@ -26,6 +26,7 @@ from shared.serving import Service, error_response
 MAX_BODY_BYTES = 4 * 2**20
 DRAIN_SECONDS = 5.0
 OPEN_PATHS = ("/health", "/metrics")  # for probes, which have no key
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class Gate:
@@ -48,8 +49,7 @@ class Gate:
         return self.expected is None or hmac.compare_digest(given, self.expected)
 
     def _counted(self, receive: Any) -> Any:
-        """receive, but a body that grows too long is an error. The rest is read first: a client hears no one
-        while it sends."""
+        """receive, but a body that grows too long is an error. Its rest is read: who still sends does not listen."""
         received = 0
 
         async def counted() -> dict:
@@ -163,6 +163,8 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     args = parse_args(arguments)
+    if args.api_key is None and args.host not in LOOPBACK:
+        print(f"Anybody who reaches {args.host} may use this server: it has no --api-key.", file=sys.stderr)
     try:
         engine = build_engine(engine_args(args))
         app = create_app(engine, args.served_model_name or str(args.model), api_key=args.api_key,

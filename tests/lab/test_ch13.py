@@ -33,7 +33,7 @@ def served(serve, monkeypatch):  # noqa: F811
 def test_the_state_is_told_in_words_and_numbers():
     later = Sample(2.5, 2, 0, 26, 32, 110, 3, 1, 8, 3.0, 96, 4.8)
     told = plain(render_dashboard([START, later], 1))
-    assert "After 2.5 s: 2 run, 0 wait, 3 answers have ended, 1 clients left early." in told
+    assert "After 2.5 s: 2 run, 0 wait, 3 answers have ended, 1 were left by their client." in told
     assert "blocks in use 6 of 32" in told and "tokens a second 50" in told
     assert "mean time to first token 250 ms" in told and "mean gap between tokens 50 ms" in told
     assert "4 run, 3 wait" in plain(render_dashboard([START, later], 0))
@@ -131,4 +131,4 @@ def test_the_saved_evidence_of_this_chapter_is_complete():
 
 def test_the_static_form_shows_the_recorded_run():
     told = plain(ch13_dashboard.recorded())
-    assert told.startswith("A recorded run: 8 clients") and told.count("tokens a second") == 3
+    assert told.startswith("A recorded run, on ") and told.count("tokens a second") == 3

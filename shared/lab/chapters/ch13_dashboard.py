@@ -25,6 +25,8 @@ from shared.lab.widgets import FOCUS_STYLE, button
 PERIOD = 0.5  # seconds between two looks at /metrics
 LEVELS = "▁▂▃▄▅▆▇█"
 HISTORY = 40
+LEGEND = ("Rates and means are over the last two seconds, from differences of counters, as Prometheus computes them. "
+          "A – means that nothing happened in them.")  # fmt: skip
 QUESTIONS = ("List three primary colors.", "What is the capital of France?", "Write one sentence about the sea.",
              "Name a fruit.", "Is fire hot?")  # fmt: skip
 
@@ -75,7 +77,7 @@ def render_dashboard(samples: Sequence[Sample], index: int) -> Html:
     now, before = seen[-1], seen[max(0, len(seen) - 5)]
     used = now.num_blocks - now.free_blocks_now
     words = (f"After {now.seconds:.1f} s: {now.running_now} run, {now.waiting_now} wait, "
-             f"{now.ended} answers have ended, {now.aborted} clients left early.")  # fmt: skip
+             f"{now.ended} answers have ended, {now.aborted} were left by their client.")  # fmt: skip
     rows = [
         ["answers that run", now.running_now, spark([s.running_now for s in seen])],
         ["answers that wait", now.waiting_now, spark([s.waiting_now for s in seen])],
@@ -85,9 +87,7 @@ def render_dashboard(samples: Sequence[Sample], index: int) -> Html:
         ["mean gap between tokens", mean(before, now, "gaps", "gap_seconds"), ""],
     ]
     cache = bar(used / now.num_blocks, f"{used} of {now.num_blocks} blocks")
-    return join([tag("div", strong(words), role="status"), table(["", "now", "until now"], rows), cache,
-                 note("Rates and means are over the last two seconds, from differences of counters, as Prometheus "
-                      "computes them. A – means that nothing happened in them.")])  # fmt: skip
+    return join([tag("div", strong(words), role="status"), table(["", "now", "until now"], rows), cache])
 
 
 def rate(before: Sample, now: Sample) -> str:
@@ -257,21 +257,21 @@ class Dashboard:
         self.back_button.disabled, self.step_button.disabled = self.index == 0, self.index >= last
         place = f"Sample {self.index + 1} of {last + 1}. " if self.samples else ""
         state = "The clients are asking." if self.load else "No client is asking."
-        self.frame.value = panel(note(place + state), render_dashboard(self.samples, self.index))
+        self.frame.value = panel(note(place + state), render_dashboard(self.samples, self.index), note(LEGEND))
 
     def show(self) -> None:
         text = "Simulator: a server under load. Its static form shows three moments of a recorded run."
         show(self, html=recorded(), text=text)
 
 
-def recorded(moments: Sequence[int] = (1, 7, -1)) -> Html:
+def recorded(moments: Sequence[int] = (2, 12, -1)) -> Html:
     """Moments of the saved run, drawn by the same function."""
     record = evidence("13_dashboard")
     samples = [Sample(**sample) for sample in record["samples"]]
     places = [moment % len(samples) for moment in moments]
     blocks = [tag("div", render_dashboard(samples, place), "margin:0 0 10px") for place in places]
-    head = f"A recorded run: {record['load']} on {record['machine']['processor']}"
-    return panel(strong(head), *blocks)
+    head = f"A recorded run, on {record['machine']['processor']}: {record['load']}."
+    return panel(strong(head), *blocks, note(LEGEND))
 
 
 def save() -> Path:
