@@ -135,9 +135,13 @@ def build_runner(args: EngineArgs, model: Transformer, agree: Callable[[int], in
     )
     if args.enforce_eager or weight.device.type not in ("cpu", "cuda"):
         return ModelRunner(model, cache, backend)
-    if weight.device.type == "cuda":
-        return CUDAGraphRunner(model, cache, backend, args.max_num_seqs, max_model_len, args.block_size)
-    return CPURunner(model, cache, backend)
+    if weight.device.type == "cpu":
+        return CPURunner(model, cache, backend)
+    if not getattr(backend, "can_be_captured", False):  # torch_sdpa, or a class of one's own
+        return ModelRunner(model, cache, backend)
+    from shared.kernels import fuse_for_cuda  # needs Triton, which only a CUDA machine must have
+
+    return CUDAGraphRunner(fuse_for_cuda(model), cache, backend, args.max_num_seqs, max_model_len, args.block_size)
 
 
 def torch_device(name: str) -> torch.device:

@@ -49,13 +49,13 @@ CHAPTER_OF_MODULE = {
     "block_manager": "09",
     "prefix_cache": "10",
     "parallel": "11", "group": "11",
-    "attention": "12", "cpu_ops": "12", "cpu_attention": "12", "kernels": "12", "kernels_attention": "12",
+    "attention": "12", "cpu_attention": "12", "kernels": "12", "kernels_attention": "12",
     "runner": "12", "cuda_graph": "12",
     "engine_args": "13", "async_engine": "13", "openai_api": "13", "openai_response": "13", "metrics": "13",
     "serving": "13", "server": "13",
     "load": "14", "summary": "14", "roofline": "14", "bench": "14",
 }  # fmt: skip
-PLUMBING = ("__init__", "selfcheck", "default_model", "workers")  # no stage of the engine: no chapter prints them
+PLUMBING = ("__init__", "selfcheck", "default_model", "workers", "cpu_ops")  # no stages of the engine: printed nowhere
 ASSEMBLY = ("llm", "engine_args")  # put the parts of all chapters together: they may import from later ones
 KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 CELL_SECONDS, NOTEBOOK_SECONDS = 120, 60

@@ -1,4 +1,4 @@
-"""`python -m shared.lab.kernel_compiler`: compile the Triton kernels for GPUs that need not be there.
+"""`python -m shared.lab.kernel_compiler [kernel ...]`: compile the Triton kernels for GPUs that need not be there.
 
 Triton brings its own assembler, so that a machine without a GPU can make the machine code of any, offline, and
 count what it uses. Prints one JSON object a kernel, data type and architecture. Needs a process in which
@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,13 +82,14 @@ def resources(cubin: bytes) -> dict[str, int]:
     return {"registers": int(found["REG"]), "spilled_bytes": int(found["STACK"]) + int(found["LOCAL"])}
 
 
-def compile_all() -> Iterator[dict[str, Any]]:
-    for dtype in TYPES:
+def compile_all(names: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
+    """All kernels, or those of these names in bfloat16."""
+    for dtype in ("bfloat16",) if names else TYPES:
         for kernel, constants in cases(dtype):
-            for arch in ARCHITECTURES:
+            for arch in ARCHITECTURES if not names or kernel.__name__ in names else ():
                 yield compile_kernel(kernel, constants, dtype, arch)
 
 
 if __name__ == "__main__":
-    for record in compile_all():
+    for record in compile_all(sys.argv[1:]):
         print(json.dumps(record), flush=True)
