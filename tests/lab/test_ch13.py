@@ -115,6 +115,13 @@ def test_steps_of_the_exercise_are_those_an_engine_reports():
     assert len(ch13.steps_of(["a" * 9], ["stop"], lambda step: step % 3 == 2)) == 3
 
 
+def test_the_whole_engine_names_every_file_once():
+    told = plain(ch13.whole_engine()).replace(",", " ").split()
+    up_to_here = [name for name, chapter in ch13.ch00.CHAPTERS.items() if chapter <= "13"]
+    assert sorted(word for word in told if word in up_to_here and word != "engine") == sorted(
+        set(up_to_here) - {"engine"})
+
+
 def test_a_chunk_is_timed():
     result = ch13_measure.chunk_times(n=5)
     assert result.n == 5 and 0 < result.low <= result.median <= result.high and result.unit == "µs"

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from shared.lab import Check, Question, call, expect, fail
+from shared.lab.chapters import ch00
+from shared.lab.markup import Html, join, mono, table
 
 # Exercise 13.1: events from bytes
 
@@ -181,6 +183,21 @@ def _judge_chunks(where: str, chunks: Sequence, texts: Sequence[str], reasons: S
 
 
 CHECKS = {"13.1": Check(judge_parse_events), "13.2": Check(judge_run), "13.b": Check(judge_write_chunks)}
+
+
+# The whole engine
+
+
+def whole_engine() -> Html:
+    """Every file up to this chapter, by the chapter that built it: what decides, and what computes."""
+    chapters = sorted({chapter for chapter in ch00.CHAPTERS.values() if chapter <= "13"})
+    planes = [[join(map(mono, files_of(chapter, control)), ", ") for control in (True, False)] for chapter in chapters]
+    rows = [[chapter, *plane] for chapter, plane in zip(chapters, planes)]
+    return table(["chapter", "control plane: decides", "data plane: computes"], rows)
+
+
+def files_of(chapter: str, control: bool) -> list[str]:
+    return [name for name, home in ch00.CHAPTERS.items() if home == chapter and (name in ch00.CONTROL_PLANE) == control]
 
 
 # Quiz
