@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import hmac
 import os
 import sys
@@ -169,6 +170,7 @@ def main(arguments: list[str] | None = None) -> int:
         engine = build_engine(engine_args(args))
         app = create_app(engine, args.served_model_name or str(args.model), api_key=args.api_key,
                          max_waiting=args.max_waiting)  # fmt: skip
+        gc.freeze()  # what is loaded now stays: no collection looks at it again, nor does the end
         Server(app, args.host, args.port, args.shutdown_timeout).run()
     except EngineError as error:
         print(f"The server cannot start. {error}", file=sys.stderr)
