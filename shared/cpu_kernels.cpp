@@ -48,6 +48,8 @@ inline float exponential(float x) {
 
 // ---- Fused small operations: one pass over memory instead of one for each arithmetic step ----
 
+constexpr Index ALONE = 32768;  // so many numbers are done before a second thread has woken up
+
 template <class T> float inverse_rms(const T* x, Index size, float eps) {
   float sum = 0;
 #pragma omp simd reduction(+ : sum)
@@ -58,7 +60,7 @@ template <class T> float inverse_rms(const T* x, Index size, float eps) {
 // x [rows, size] += delta, if there is one; out = RMSNorm(x) * weight.
 template <class T>
 void add_rms_norm(T* x, const T* delta, const T* weight, T* out, Index rows, Index size, float eps) {
-#pragma omp parallel for if (rows > 8)
+#pragma omp parallel for if (rows * size > ALONE)
   for (Index row = 0; row < rows; ++row) {
     T *own = x + row * size, *result = out + row * size;
     if (delta)
@@ -88,7 +90,7 @@ void turn(T* head, const T* weight, const float* cos, const float* sin, Index he
 template <class T>
 void rotary(T* qkv, const T* q_weight, const T* k_weight, const float* cos, const float* sin, Index tokens,
             Index heads, Index kv_heads, Index head_dim, float eps) {
-#pragma omp parallel for if (tokens > 8)
+#pragma omp parallel for if (tokens * (heads + kv_heads) * head_dim > ALONE)
   for (Index t = 0; t < tokens; ++t)
     for (Index h = 0; h < heads + kv_heads; ++h)
       turn(qkv + (t * (heads + 2 * kv_heads) + h) * head_dim, h < heads ? q_weight : k_weight,
@@ -97,7 +99,7 @@ void rotary(T* qkv, const T* q_weight, const T* k_weight, const float* cos, cons
 
 // gate_up [rows, 2 * size] -> out [rows, size] = silu(gate) * up.
 template <class T> void swiglu(const T* gate_up, T* out, Index rows, Index size) {
-#pragma omp parallel for if (rows > 8)
+#pragma omp parallel for if (rows * size > ALONE)
   for (Index row = 0; row < rows; ++row) {
     const T *gate = gate_up + row * 2 * size, *up = gate + size;
     for (Index i = 0; i < size; ++i) {
@@ -155,12 +157,14 @@ struct Tile { Index request, first_token, num_tokens, first_position, kv_head; }
 
 // Softmax computed as the keys come by (Milakov and Gimelshein, 2018): each row, one query of one head, holds
 // its maximum and its sums so far. PARTS vectors make a head.
+//
+// For few rows: a vector holds sixteen dimensions of one key.
 template <class T, Index PARTS> class RunningAttention {
  public:
   static constexpr Index DIM = PARTS * LANES;
 
-  explicit RunningAttention(Index rows)
-      : rows(rows), queries(rows * DIM), sums(rows * DIM), scores(rows * KEYS), partial(rows * KEYS * 4),
+  RunningAttention(Index rows, const Index* limits)
+      : rows(rows), limits(limits), queries(rows * DIM), sums(rows * DIM), scores(rows * KEYS), partial(rows * KEYS * 4),
         maxima(rows, -std::numeric_limits<float>::infinity()), totals(rows) {}
 
   void set_query(Index row, const T* q, float scale) {
@@ -168,7 +172,7 @@ template <class T, Index PARTS> class RunningAttention {
   }
 
   // Keys `first` to `first + count` of the request; a row may see those below its limit.
-  void add(const T* const* keys, const T* const* values, Index first, Index count, const Index* limits) {
+  void add(const T* const* keys, const T* const* values, Index first, Index count) {
     for (Index j = 0; j < count; ++j) score(keys[j], j);
     for (Index row = 0; row < rows; ++row) weigh(row, count, std::min(count, limits[row] - first));
     Index row = 0;
@@ -222,19 +226,115 @@ template <class T, Index PARTS> class RunningAttention {
   }
 
   Index rows;
+  const Index* limits;  // a row may see the keys below its own
   std::vector<float> queries, sums, scores, partial, maxima, totals;
 };
 
+// For many rows: a vector holds sixteen rows, so that neither scores nor maxima need adding up across a vector.
+// Keys and values are widened once for all rows.
+template <class T, Index PARTS> class TiledAttention {
+ public:
+  static constexpr Index DIM = PARTS * LANES;
+  static constexpr Index TOGETHER = PARTS <= 4 ? 4 : PARTS <= 8 ? 2 : 1;  // rows whose sums fit in registers
+
+  TiledAttention(Index rows, const Index* own_limits)
+      : width((rows + LANES - 1) / LANES * LANES), limits(width, std::numeric_limits<std::int32_t>::max()),
+        queries(DIM * width), sums(width * DIM), scores(KEYS * width), tile(KEYS * DIM),
+        maxima(width, -std::numeric_limits<float>::infinity()), totals(width), shrink(width) {
+    std::copy(own_limits, own_limits + rows, limits.begin());
+  }
+
+  void set_query(Index row, const T* q, float scale) {
+    for (Index i = 0; i < DIM; ++i) queries[i * width + row] = widen(q[i]) * scale;
+  }
+
+  void add(const T* const* keys, const T* const* values, Index first, Index count) {
+    spread(keys, count);
+    Index row = 0;
+    for (; row + 3 * LANES <= width; row += 3 * LANES) score<3>(row, count);
+    for (; row < width; row += LANES) score<1>(row, count);
+    hide(first, count);
+    for (row = 0; row < width; row += LANES) weigh(row, count);
+    spread(values, count);
+    for (row = 0; row < width; row += TOGETHER) add_values(row, count);
+  }
+
+  void result(Index row, T* out) const {
+    for (Index i = 0; i < DIM; ++i) out[i] = narrow<T>(sums[row * DIM + i] / totals[row]);
+  }
+
+ private:
+  void spread(const T* const* from, Index count) {
+    for (Index j = 0; j < count; ++j)
+      for (Index i = 0; i < DIM; ++i) tile[j * DIM + i] = widen(from[j][i]);
+    std::fill(&tile[count * DIM], tile.data() + (count + 3) / 4 * 4 * DIM, 0.0f);  // score goes by fours
+  }
+
+  template <Index N> void score(Index row, Index count) {
+    for (Index j = 0; j < count; j += 4) {
+      Vector own[4][N] = {};
+      for (Index i = 0; i < DIM; ++i)
+        for (Index n = 0; n < N; ++n) {
+          Vector query = load(&queries[i * width + row + n * LANES]);
+          for (Index c = 0; c < 4; ++c) own[c][n] += query * tile[(j + c) * DIM + i];
+        }
+      for (Index c = 0; c < 4; ++c) std::memcpy(&scores[(j + c) * width + row], own[c], sizeof own[c]);
+    }
+  }
+
+  void hide(Index first, Index count) {
+    for (Index j = std::max(Index(0), limits[0] - first); j < count; ++j)
+#pragma omp simd
+      for (Index row = 0; row < width; ++row)
+        scores[j * width + row] = std::int32_t(first + j) < limits[row] ? scores[j * width + row]
+                                                                        : -std::numeric_limits<float>::infinity();
+  }
+
+  void weigh(Index first_row, Index count) {
+    float best[LANES], total[LANES] = {};
+    std::copy(&maxima[first_row], &maxima[first_row] + LANES, best);
+    for (Index j = 0; j < count; ++j)
+#pragma omp simd
+      for (Index r = 0; r < LANES; ++r) best[r] = std::max(best[r], scores[j * width + first_row + r]);
+    for (Index j = 0; j < count; ++j)
+#pragma omp simd
+      for (Index r = 0; r < LANES; ++r)
+        total[r] += scores[j * width + first_row + r] = exponential(scores[j * width + first_row + r] - best[r]);
+#pragma omp simd
+    for (Index r = 0; r < LANES; ++r) {
+      shrink[first_row + r] = exponential(maxima[first_row + r] - best[r]);
+      totals[first_row + r] = totals[first_row + r] * shrink[first_row + r] + total[r];
+      maxima[first_row + r] = best[r];
+    }
+  }
+
+  void add_values(Index row, Index count) {
+    Vector own[TOGETHER][PARTS];
+    for (Index r = 0; r < TOGETHER; ++r)
+      for (Index p = 0; p < PARTS; ++p) own[r][p] = load(&sums[(row + r) * DIM + p * LANES]) * shrink[row + r];
+    for (Index j = 0; j < count; ++j)
+      for (Index p = 0; p < PARTS; ++p) {
+        Vector value = load(&tile[j * DIM + p * LANES]);
+        for (Index r = 0; r < TOGETHER; ++r) own[r][p] += value * scores[j * width + row + r];
+      }
+    for (Index r = 0; r < TOGETHER; ++r) std::memcpy(&sums[(row + r) * DIM], own[r], sizeof own[r]);
+  }
+
+  Index width;  // rows, filled up to whole vectors
+  std::vector<std::int32_t> limits;
+  std::vector<float> queries, sums, scores, tile, maxima, totals, shrink;  // queries [DIM, width], scores [KEYS, width]
+};
+
 // q and out [tokens, heads, head_dim]; q may be a part of longer rows, q_stride elements apart.
-template <class T, Index PARTS>
-void attend(const Tile& own, const Cache<T>& cache, const T* q, Index q_stride, T* out, Index heads, float scale) {
+template <class Attention, class T>
+void attend_by(const Tile& own, const Cache<T>& cache, const T* q, Index q_stride, T* out, Index heads, float scale) {
   Index group = heads / cache.kv_heads, rows = own.num_tokens * group, dim = cache.head_dim;
-  RunningAttention<T, PARTS> attention(rows);
   std::vector<Index> limits(rows);
+  for (Index row = 0; row < rows; ++row) limits[row] = own.first_position + row / group + 1;
+  Attention attention(rows, limits.data());
   for (Index row = 0; row < rows; ++row) {
     Index token = own.first_token + row / group, head = own.kv_head * group + row % group;
     attention.set_query(row, q + token * q_stride + head * dim, scale);
-    limits[row] = own.first_position + row / group + 1;
   }
   const Index *block = cache.block_tables + own.request * cache.table_width;
   const T *keys[KEYS], *values[KEYS];
@@ -245,12 +345,19 @@ void attend(const Tile& own, const Cache<T>& cache, const T* q, Index q_stride, 
       keys[j] = cache.keys + at, values[j] = cache.values + at;
       if (++inside == cache.block_size) inside = 0, ++block;
     }
-    attention.add(keys, values, first, count, limits.data());
+    attention.add(keys, values, first, count);
   }
   for (Index row = 0; row < rows; ++row) {
     Index token = own.first_token + row / group, head = own.kv_head * group + row % group;
     attention.result(row, out + (token * heads + head) * dim);
   }
+}
+
+template <class T, Index PARTS>
+void attend(const Tile& own, const Cache<T>& cache, const T* q, Index q_stride, T* out, Index heads, float scale) {
+  bool many = own.num_tokens * heads / cache.kv_heads >= LANES;
+  (many ? attend_by<TiledAttention<T, PARTS>, T> : attend_by<RunningAttention<T, PARTS>, T>)(
+      own, cache, q, q_stride, out, heads, scale);
 }
 
 // The kernel for a head size; nullptr for one that was not compiled.

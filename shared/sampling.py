@@ -18,6 +18,7 @@ from shared.errors import EngineError
 from shared.sampling_params import SamplingParams
 
 SMALLEST_TEMPERATURE = 1e-10  # below it a division could overflow; the draw is the arg-max long before
+NO_PENALTIES = (1, 0, 0)  # repetition, presence, frequency
 
 
 class SamplingState(Protocol):
@@ -50,9 +51,12 @@ class Sampler:
     @torch.inference_mode()
     def __call__(self, logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
         """logits [rows, vocab_size] -> one SampledToken a row."""
-        raw = logits.float()
-        if not torch.isfinite(raw.amax(-1)).all():
+        best = logits.max(-1)  # the first of equals
+        if not torch.isfinite(best.values).all():
             raise EngineError("logits: a row holds NaN or infinity, so no token can be chosen")
+        if all(is_plainly_greedy(state.sampling_params) for state in states):
+            return [SampledToken(token) for token in best.indices.tolist()]
+        raw = logits.float()
         tokens = self.choose(adjust(raw, states), states)
         wanted = [state.sampling_params.logprobs for state in states]
         logprobs = top_logprobs(raw, tokens, wanted)
@@ -71,14 +75,23 @@ class Sampler:
         return tokens
 
 
+def is_plainly_greedy(params: SamplingParams) -> bool:
+    """Whether the arg-max of the untouched scores is all that is asked for."""
+    changed = params.min_tokens or params.logit_bias or penalties_of(params) != NO_PENALTIES
+    return params.greedy and params.logprobs is None and not changed
+
+
+def penalties_of(params: SamplingParams) -> tuple[float, float, float]:
+    return params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+
+
 def adjust(logits: Tensor, states: Sequence[SamplingState]) -> Tensor:
     """Apply what depends on a request's history: banned end tokens, logit_bias, penalties."""
     adjusted = logits
     for row, state in enumerate(states):
         params, output = state.sampling_params, state.output_token_ids
         held_back = early_ends(state, logits.shape[-1])
-        penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
-        penalised = penalties != (1, 0, 0)
+        penalised = penalties_of(params) != NO_PENALTIES
         if not (held_back or params.logit_bias or penalised):
             continue
         adjusted = adjusted.clone() if adjusted is logits else adjusted  # logprobs need the raw scores

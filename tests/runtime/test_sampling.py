@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from shared.block_manager import BlockManager
 from shared.errors import EngineError
 from shared.prefix_cache import PrefixCachingBlockManager
-from shared.sampling import Sampler, adjust, draw, probabilities, top_logprobs, uniform
+from shared.sampling import Sampler, adjust, draw, is_plainly_greedy, probabilities, top_logprobs, uniform
 from shared.sampling_params import SamplingParams
 from tests.runtime.tiny import drain, make_engine
 
@@ -384,3 +384,33 @@ def check_prompt_logprobs(hf, prompt, wanted, output):
             assert entry.rank == int((scores > scores[other]).sum()) + 1
     total = sum(row[token].logprob for row, token in zip(answers, output.outputs[0].token_ids))
     assert output.outputs[0].cumulative_logprob == pytest.approx(total)
+
+
+# The short way of rows that only want their arg-max
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_short_way_chooses_what_the_long_way_does(dtype):
+    """Few different scores, so that most rows have several maxima: the lowest id wins on both ways."""
+    logits = torch.randint(-3, 3, (40, 50), generator=torch.Generator().manual_seed(0)).to(dtype)
+    short, long = [state(temperature=0)] * 40, [state(temperature=0)] * 39 + [state(temperature=0, logprobs=1)]
+    chosen = [token.token_id for token in Sampler()(logits, short)]
+    assert chosen == [token.token_id for token in Sampler()(logits, long)]
+    assert chosen == [row.index(max(row)) for row in logits.tolist()]
+
+
+@pytest.mark.parametrize("bad", [[0.0, math.nan], [math.nan, 0.0], [INF, 0.0], [-INF, -INF]])
+def test_the_short_way_refuses_what_is_no_score(bad):
+    with pytest.raises(EngineError, match="NaN or infinity"):
+        Sampler()(torch.tensor([[1.0, 2.0], bad]), [state(temperature=0)] * 2)
+
+
+@pytest.mark.parametrize("option", [
+    dict(logprobs=0), dict(logit_bias={0: 100.0}), dict(repetition_penalty=2.0), dict(presence_penalty=2.0),
+    dict(frequency_penalty=2.0), dict(min_tokens=3), dict(temperature=1.0),
+])
+def test_every_option_that_needs_more_takes_the_long_way(option):
+    wanted = state(**{"temperature": 0, **option}, prompt=[1], output=[1, 1], stops=[1])
+    assert not is_plainly_greedy(wanted.sampling_params)
+    if not {"logprobs", "temperature"} & set(option):
+        assert sample([0.9, 1.0, 0.0], wanted) == [0]
