@@ -1,9 +1,11 @@
 # Zero to Engine.
 #   make lab     environment, model, self-check, then JupyterLab on the start page  (PORT=8888, HEADLESS=1 stops before it)
 #   make test    environment, model, then style, tests, and every notebook run and compared
-# Both do only what is missing. PIP_FLAGS= goes to pip, LAB_FLAGS= to JupyterLab, PYTHON= names another Python.
+# Both do only what is missing. PIP_FLAGS= goes to pip, LAB_FLAGS= to JupyterLab, PYTHON= names another Python;
+# JOBS= is the number of tests that run at once.
 
 PORT ?= 8888
+JOBS ?= 2
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -21,7 +23,7 @@ export OMP_WAIT_POLICY ?= passive
 .PHONY: help lab test environment model check unit notebooks clean
 
 help:
-	@sed -n '1,4p' Makefile
+	@sed -n '1,5p' Makefile
 
 environment: $(STAMP)
 
@@ -64,8 +66,9 @@ check: $(STAMP)
 	$(PY) -m ruff check
 	$(PY) tools/course.py check
 
+unit: export OMP_NUM_THREADS := 1
 unit: $(STAMP) model
-	$(PY) -m pytest tests
+	$(PY) -m pytest tests -n $(JOBS) --dist loadfile
 
 notebooks: export HF_HUB_OFFLINE := 1
 notebooks: export TOKENIZERS_PARALLELISM := false
@@ -73,7 +76,7 @@ notebooks: $(STAMP) model
 ifeq ($(NOTEBOOK_FOLDERS),)
 	@echo "There are no notebooks yet."
 else
-	ZERO_TO_ENGINE_PROGRESS="$$(mktemp -d)/progress.json" $(PY) -m pytest --nbval --nbval-current-env \
+	ZERO_TO_ENGINE_PROGRESS="$$(mktemp -d)/progress.json" $(PY) -m pytest -n $(JOBS) --dist loadfile --nbval --nbval-current-env \
 	  --nbval-cell-timeout=120 --nbval-sanitize-with tests/nbval_sanitize.cfg $(NOTEBOOK_FOLDERS)
 endif
 
