@@ -10,6 +10,7 @@ import torch
 from shared.kv_cache import kv_bytes_per_token
 from shared.model import Transformer
 from shared.runner import PackedLinear, joined, no_prepacking
+from shared.weights import load_model
 
 DECODE_ROWS = (1, 2, 4, 8, 16, 32)
 PREFILL_ROWS = 1024
@@ -53,24 +54,34 @@ def memory_bandwidth(num_bytes: int = 512 * 2**20) -> float:
     return num_bytes / median_seconds(numbers.sum)
 
 
-def bound(model: Transformer, requests: list[dict]) -> dict:
+class Bound:
     """Tokens a second if nothing but linear layers and one reading of the cache took time."""
-    linears = Linears(model)
-    decode = {rows: linears.seconds(rows, True) for rows in DECODE_ROWS}
-    prefill = linears.seconds(PREFILL_ROWS, False) / PREFILL_ROWS  # a token
-    bandwidth = memory_bandwidth()
-    token_bytes = kv_bytes_per_token(model.config, model.embed_tokens.weight.dtype)
-    linear_seconds = read_bytes = 0.0
-    for step in range(1, max(r["max_tokens"] for r in requests)):  # the first token comes with the prefill
-        running = [r for r in requests if r["max_tokens"] > step]
-        linear_seconds += interpolated(decode, len(running))
-        read_bytes += sum(len(r["prompt"]) + step for r in running) * token_bytes
-    seconds = sum(len(r["prompt"]) for r in requests) * prefill + linear_seconds + read_bytes / bandwidth
-    return {
-        "linear_ms_by_rows": {rows: round(s * 1e3, 2) for rows, s in decode.items()},
-        "prefill_tokens_per_second": round(1 / prefill), "memory_gigabytes_per_second": round(bandwidth / 1e9, 1),
-        "workload": round(sum(r["max_tokens"] for r in requests) / seconds, 1), "one request": round(1 / decode[1], 1),
-    }
+
+    def __init__(self, name: str, dtype: str):
+        model = load_model(name, getattr(torch, dtype))
+        self.token_bytes = kv_bytes_per_token(model.config, model.embed_tokens.weight.dtype)
+        self.linears = Linears(model)
+
+    def measure(self, requests: list[dict]) -> dict:
+        """The numbers of this moment. Rows of a step are those requests that still run in it."""
+        most = len(requests)
+        decode = {rows: self.linears.seconds(rows, True) for rows in {min(rows, most) for rows in DECODE_ROWS} | {most}}
+        decode = dict(sorted(decode.items()))
+        prefill = self.linears.seconds(PREFILL_ROWS, False) / PREFILL_ROWS  # a token
+        bandwidth = memory_bandwidth()
+        linear_seconds = read_bytes = 0.0
+        for step in range(1, max(r["max_tokens"] for r in requests)):  # the first token comes with the prefill
+            running = [r for r in requests if r["max_tokens"] > step]
+            linear_seconds += interpolated(decode, len(running))
+            read_bytes += sum(len(r["prompt"]) + step for r in running) * self.token_bytes
+        seconds = sum(len(r["prompt"]) for r in requests) * prefill + linear_seconds + read_bytes / bandwidth
+        return {
+            "workload": round(sum(r["max_tokens"] for r in requests) / seconds, 1),
+            "one request": round(1 / decode[1], 1),
+            "linear_ms_by_rows": {rows: round(s * 1e3, 2) for rows, s in decode.items()},
+            "prefill_tokens_per_second": round(1 / prefill),
+            "memory_gigabytes_per_second": round(bandwidth / 1e9, 1),
+        }
 
 
 def interpolated(table: dict[int, float], rows: int) -> float:
