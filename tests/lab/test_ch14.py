@@ -13,6 +13,7 @@ from shared.lab.chapters.ch14_clock import on_virtual_time, stalling_server
 from shared.lab.chapters.ch14_curve import Point, load_explorer, read_points, render_load
 from shared.lab.chapters.ch14_ladder import CHAPTERS, Run, rounds, work
 from shared.lab.evidence import evidence
+from shared.lab.machine import Measurement
 from shared.load import RequestRecord, SampleRequest, closed_loop, open_loop
 from shared.roofline import Roofline
 from shared.summary import percentile, summarize
@@ -159,6 +160,13 @@ def test_the_tables_and_charts_hold_every_stage(small):
     assert ch14_measure.ladder_chart({"one": rows, "two": rows}).startswith(b"\x89PNG")
 
 
+def test_a_bound_takes_the_best_of_all_rounds():
+    slow, fast = (Measurement("memory read", *numbers, 5, "GB/s") for numbers in ((4.0, 3.0, 5.0), (20.0, 18.0, 24.0)))
+    whole = ch14_measure.joined([slow, fast])
+    assert whole == Measurement("memory read", 12.0, 3.0, 24.0, 10, "GB/s")
+    assert ch14_measure.best_roofline([whole, whole]) == Roofline(24e9, 24e9)
+
+
 def test_a_static_batch_lets_nobody_in(small):
     given, results = small
     rows = given.slots // given.longest
@@ -179,7 +187,7 @@ def test_the_saved_ladder_is_complete_and_its_tokens_were_the_same():
     record = evidence("14_ladder")
     assert [row["stage"] for row in record["ladder"]] == [*CHAPTERS, ch14_measure.PEER]
     assert all(record["same_tokens"].values()) and record["work"] == ch14_ladder.LARGE
-    assert all(row["rate"]["n"] >= 1 for row in record["ladder"]) and record["versions"]["transformers"]
+    assert all(row["rate"]["n"] >= 3 for row in record["ladder"]) and record["versions"]["transformers"]
 
 
 def test_the_saved_loads_go_beyond_what_the_engine_can_do():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,10 +24,16 @@ PEER = "transformers generate"
 COMMAND = "python -m shared.lab.chapters.ch14_measure"
 
 
-def machine_roofline() -> tuple[Roofline, list[Measurement]]:
-    """What this machine reads and computes a second at best, measured now."""
-    speeds = [measured_bandwidth(), measured_flops()]
-    return Roofline(*(GIGA * speed.median for speed in speeds)), speeds
+def best_roofline(speeds: Sequence[Measurement]) -> Roofline:
+    """From the highest memory and arithmetic rates seen: a bound is about what the machine can do at best."""
+    return Roofline(*(GIGA * speed.high for speed in speeds))
+
+
+def joined(parts: Sequence[Measurement]) -> Measurement:
+    """Several measurements of one thing as one."""
+    median = statistics.median(part.median for part in parts)
+    return Measurement(parts[0].what, median, min(part.low for part in parts), max(part.high for part in parts),
+                       sum(part.n for part in parts), parts[0].unit)
 
 
 def ladder_rows(results: Mapping[str, Sequence[Run]], roofline: Roofline) -> list[dict[str, Any]]:
@@ -120,21 +127,22 @@ def save_ladder(n: int = 3) -> Path:
     tokenizer, given = Tokenizer("smollm2-135m"), work(**LARGE)
     made = stages(load_model("smollm2-135m"), load_model("smollm2-135m"), tokenizer, given)
     made[PEER] = transformers_stage(resolve("smollm2-135m"), given.requests)
-    roofline, speeds = machine_roofline()
+    speeds: list[tuple[Measurement, ...]] = []
     results: dict[str, list[Run]] = {name: [] for name in made}
     for index in range(n):
         for name, (run,) in rounds(made, 1, before=() if index else ("cached", "optimised")).items():
             results[name].append(run)
-        path = write_ladder(results, roofline, speeds)
+        speeds.append((measured_bandwidth(), measured_flops()))
+        path = write_ladder(results, [joined(parts) for parts in zip(*speeds)])
     return path
 
 
-def write_ladder(results: Mapping[str, Sequence[Run]], roofline: Roofline, speeds: Sequence[Measurement]) -> Path:
+def write_ladder(results: Mapping[str, Sequence[Run]], speeds: Sequence[Measurement]) -> Path:
     """The evidence file and the picture of it."""
     from shared.lab.evidence import save_evidence
 
     same = {name: all(run.tokens == results["naive"][0].tokens for run in runs) for name, runs in results.items()}
-    rows = ladder_rows(results, roofline)
+    rows = ladder_rows(results, best_roofline(speeds))
     rates = [Measurement(**row["rate"]) for row in rows]
     what = f"{LARGE['count']} requests through every stage on the same {LARGE['slots']} slots, float32"
     versions = {"transformers": importlib.metadata.version("transformers")}
