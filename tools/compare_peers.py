@@ -172,7 +172,7 @@ class Comparison:
         own = {kind: statistics.median(self.rates[kind][OURS]) for kind in KINDS}
         return {
             "what": f"{len(self.work['workload'])} requests at once, and one of them alone", "dtype": self.args.dtype,
-            "command": "python " + " ".join(sys.argv), "date": datetime.date.today().isoformat(),
+            "command": said(sys.argv), "date": datetime.date.today().isoformat(),
             "machine": machine(), "versions": self.versions, "complete": complete, "left_out": self.failed,
             "tokens_per_second": self.rates, "times_the_peer": ratios(self.rates), "bound": bound,
             "share_of_bound": {kind: round(own[kind] / bound[kind], 2) for kind in KINDS},
@@ -202,6 +202,11 @@ def machine() -> dict[str, str]:
         "load": " ".join(f"{load:.1f}" for load in os.getloadavg()), "python": platform.python_version(),
         "torch": torch.__version__,
     }
+
+
+def said(arguments: list[str]) -> str:
+    """The command without the paths of this machine."""
+    return " ".join(["python", *(f".../{Path(word).name}" if Path(word).is_absolute() else word for word in arguments)])
 
 
 def interpreters(args: argparse.Namespace) -> dict[str, str]:
