@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
@@ -152,7 +153,34 @@ def _judge_tables(where: str, pool, held: dict[str, int], num_blocks: int) -> No
             owner[block] = name
 
 
-CHECKS = {"09.1": Check(judge_window), "09.2": Check(judge_victims), "09.b": Check(judge_pool)}
+PREEMPTED: dict[str, dict] = {
+    "a request in the middle of its answer": dict(prompt=[5, 6, 7], output=[8, 9], computed=4, blocks=[3, 1]),
+    "its last token has no keys yet, the others have": dict(prompt=[5, 6], output=[7], computed=2, blocks=[0]),
+    "a prompt that has run in part": dict(prompt=[4, 5, 6, 7, 8], output=[], computed=3, blocks=[2]),
+    "preempted before, and answered on": dict(prompt=[9], output=[4, 4, 4, 4], computed=4, blocks=[6, 2, 5]),
+}
+
+
+def judge_preempt(fn: Callable) -> None:
+    for case, state in PREEMPTED.items():
+        where, request, free = f"Case {case!r}:", {**copy.deepcopy(state), "state": "running"}, [7]
+        got = call(fn, request, free, case=where)
+        if request.get("output") != state["output"]:
+            fail(f"{where} the caller has read {state['output']}, and the request remembers {request.get('output')}.")
+        if request.get("computed") != 0:
+            fail(f"{where} computed is {request.get('computed')}, and no key or value of it is left in the cache.")
+        if sorted(free) != sorted([7, *state["blocks"]]) or request.get("blocks"):
+            fail(f"{where} free blocks are {sorted(free)}, its own are {request.get('blocks')}; it held "
+                 f"{state['blocks']}, and block 7 was free.")
+        if got is None or list(got) != state["prompt"] + state["output"]:
+            known = state["prompt"] + state["output"]
+            fail(f"{where} {got} would run when it comes back; all of {known} must, so that the next token is the one "
+                 "it would have been.")
+
+
+CHECKS = {
+    "09.1": Check(judge_window), "09.2": Check(judge_victims), "09.b": Check(judge_pool), "09.c": Check(judge_preempt),
+}  # fmt: skip
 
 
 # Quiz

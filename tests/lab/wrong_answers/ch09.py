@@ -121,6 +121,35 @@ class StrictRelease(RightSize):
         self.free.extend(self.tables.pop(name))
 
 
+def begins_anew(request, free):
+    free.extend(request["blocks"])
+    request.update(blocks=[], computed=0, output=[])
+    return request["prompt"]
+
+
+def runs_the_prompt_only(request, free):
+    free.extend(request["blocks"])
+    request.update(blocks=[], computed=0)
+    return request["prompt"]
+
+
+def trusts_the_old_keys(request, free):
+    free.extend(request["blocks"])
+    request["blocks"] = []
+    return (request["prompt"] + request["output"])[request["computed"] :]
+
+
+def keeps_its_blocks(request, free):
+    request["computed"] = 0
+    return request["prompt"] + request["output"]
+
+
+def gives_blocks_and_keeps_them(request, free):
+    free.extend(request["blocks"])
+    request["computed"] = 0
+    return request["prompt"] + request["output"]
+
+
 WRONG_ANSWERS = {
     "09.1": [
         (one_block_too_many, "is still needed"), (forgets_itself, "is still needed"),
@@ -133,5 +162,10 @@ WRONG_ANSWERS = {
     "09.b": [
         (EarlyPool, "they fill 1"), (LatePool, "they fill"), (GreedyPool, "it should have"),
         (FreesTwice, "it should have 0"), (CopiesTheTable, "expected True"), (StrictRelease, "KeyError"),
+    ],
+    "09.c": [
+        (begins_anew, "the caller has read"), (runs_the_prompt_only, "would run when it comes back"),
+        (trusts_the_old_keys, "no key or value of it is left"), (keeps_its_blocks, "free blocks are [7]"),
+        (gives_blocks_and_keeps_them, "its own are [3, 1]"),
     ],
 }  # fmt: skip
