@@ -194,11 +194,10 @@ def ratios(rates: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, floa
 def machine() -> dict[str, str]:
     import torch
 
-    info = Path("/proc/cpuinfo")
-    names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if "model name" in line] \
-        if info.exists() else []
+    from shared.bench import processor_name
+
     return {
-        "cpu": names[0] if names else platform.processor(), "threads": str(torch.get_num_threads()),
+        "cpu": processor_name(), "threads": str(torch.get_num_threads()),
         "load": " ".join(f"{load:.1f}" for load in os.getloadavg()), "python": platform.python_version(),
         "torch": torch.__version__,
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 
 import pytest
 
@@ -13,6 +12,7 @@ from shared.output import Answer, OutputText, RequestGroup, first_stop, held_len
 from shared.request import Request, RequestStatus, RequestTimes
 from shared.sampling_params import SamplingParams
 from shared.tokenizer import Tokenizer
+from tests.lab.stepping import plain
 
 END = 3
 WORDS = ["The", " sea", " is", "", "\n", "E", "ND", " blue"]
@@ -50,10 +50,6 @@ class ScriptedTurns:
     def abort(self, answer):
         answer.request.status, answer.request.finish_reason = RequestStatus.FINISHED, "abort"
         answer.text.release()
-
-
-def plain(markup: str) -> str:
-    return " ".join(re.sub(r"<[^>]+>", " ", str(markup)).split())
 
 
 def frames(stepper) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 
 import pytest
 
@@ -21,12 +20,9 @@ from shared.lab.chapters.ch07_steps import (
 )
 from shared.lab.evidence import evidence
 from shared.scheduler import Scheduler
+from tests.lab.stepping import assert_explains, assert_goes_back_and_resets, frames, plain
 
 LENGTHS = {"A": 12, "B": 3, "C": 5, "D": 2, "E": 4, "F": 10, "G": 3, "H": 6}
-
-
-def plain(markup: str) -> str:
-    return " ".join(re.sub(r"<[^>]+>", " ", str(markup)).split())
 
 
 def stepper(**inputs):
@@ -34,11 +30,6 @@ def stepper(**inputs):
     for name, value in inputs.items():
         made.fields[name].value = value
     return made
-
-
-def frames(made) -> list[str]:
-    made.end.click()
-    return [plain(frame) for frame in made.frames]
 
 
 # The exact counts
@@ -119,21 +110,11 @@ def test_a_gap_without_requests_is_stepped_through():
 ])  # fmt: skip
 def test_bad_input_is_explained(name, value, words):
     made = stepper(**{name: value})
-    assert words in made.fields.error.value
-    made.fields[name].value = {"budget": "12", "slots": "0", "max_num_seqs": "3"}.get(name, "A 0 4 2")
-    assert made.fields.error.value == ""
+    assert_explains(made, name, words, good={"budget": "12", "slots": "0", "max_num_seqs": "3"}.get(name, "A 0 4 2"))
 
 
 def test_steps_go_back():
-    made = stepper()
-    first = made.frame.value
-    made.step.click()
-    assert made.frame.value != first
-    made.back.click()
-    assert made.frame.value == first
-    made.end.click()
-    made.reset.click()
-    assert made.index == 0 and made.frame.value == first
+    assert_goes_back_and_resets(stepper())
 
 
 # Exercises

@@ -11,6 +11,7 @@ from shared.lab.chapters import ch08, ch08_measure, ch08_steps
 from shared.lab.chapters.ch07_steps import idle_steps, make_request
 from shared.lab.evidence import evidence
 from shared.scheduler import ScheduledRequest
+from tests.lab.stepping import assert_explains, assert_goes_back_and_resets, plain
 from tests.runtime.tiny import ToyTokenizer, make_hf
 
 TRACE = "0 6 ab\n0 3 abcdefgh\n1 5 c\n2 2 defg"
@@ -31,10 +32,6 @@ def make_engine(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
     make_hf("llama").save_pretrained(folder)
     return ch08_measure.engine_maker(load_model(folder), ChatTokenizer())
-
-
-def plain(markup: str) -> str:
-    return " ".join(re.sub(r"<[^>]+>", " ", str(markup)).split())
 
 
 def stepper(make_engine, **inputs):
@@ -93,15 +90,7 @@ def test_the_seed_draws_other_tokens_only_above_temperature_zero(make_engine):
 
 
 def test_steps_go_back_and_reset(make_engine):
-    made = stepper(make_engine)
-    first = made.frame.value
-    made.step.click()
-    assert made.frame.value != first
-    made.back.click()
-    assert made.frame.value == first
-    made.end.click()
-    made.reset.click()
-    assert made.index == 0 and made.frame.value == first
+    assert_goes_back_and_resets(stepper(make_engine))
 
 
 def test_a_gap_without_requests_is_stepped_through(make_engine):
@@ -116,9 +105,7 @@ def test_a_gap_without_requests_is_stepped_through(make_engine):
 ])  # fmt: skip
 def test_bad_input_is_explained(make_engine, name, value, words):
     made = stepper(make_engine, **{name: value})
-    assert words in made.fields.error.value
-    made.fields[name].value = {"budget": "12", "rows": "2", "row_slots": "64"}.get(name, "0 4 a")
-    assert made.fields.error.value == ""
+    assert_explains(made, name, words, good={"budget": "12", "rows": "2", "row_slots": "64"}.get(name, "0 4 a"))
 
 
 # Exercises

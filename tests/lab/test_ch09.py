@@ -18,10 +18,7 @@ from shared.lab.chapters.ch09_pages import ContiguousAllocator, Slots, count_slo
 from shared.lab.evidence import evidence
 from shared.scheduler import Scheduler
 from tests.known_bugs.helpers import tiny
-
-
-def plain(markup: str) -> str:
-    return " ".join(re.sub(r"<[^>]+>", " ", str(markup)).split())
+from tests.lab.stepping import assert_explains, assert_goes_back_and_resets, frames
 
 
 def stepper(**inputs):
@@ -29,11 +26,6 @@ def stepper(**inputs):
     for name, value in inputs.items():
         made.fields[name].value = value
     return made
-
-
-def frames(made) -> list[str]:
-    made.end.click()
-    return [plain(frame) for frame in made.frames]
 
 
 # Neighbouring slots
@@ -164,23 +156,12 @@ def test_other_block_sizes_run_to_the_end(size):
 ])  # fmt: skip
 def test_bad_input_is_explained(name, value, words):
     made = stepper(**{name: value})
-    assert words in made.fields.error.value
-    made.fields[name].value = {"slots": "32", "block_size": "4", "max_num_seqs": "6"}.get(name, "A 0 4 2")
-    assert made.fields.error.value == ""
+    good = {"slots": "32", "block_size": "4", "max_num_seqs": "6"}.get(name, "A 0 4 2")
+    assert_explains(made, name, words, good)
 
 
 def test_steps_go_back():
-    made = stepper()
-    first = made.frame.value
-    made.step.click()
-    made.step.click()
-    assert made.index == 2 and made.frame.value != first
-    made.back.click()
-    made.back.click()
-    assert made.frame.value == first
-    made.end.click()
-    made.reset.click()
-    assert made.index == 0 and made.frame.value == first
+    assert_goes_back_and_resets(stepper(), steps=2)
 
 
 def test_a_gap_without_requests_is_stepped_through():

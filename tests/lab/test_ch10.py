@@ -16,15 +16,12 @@ from shared.lab.judging import Wrong
 from shared.prefix_cache import PrefixCachingBlockManager, hash_block, hash_root
 from shared.request import RequestLimits
 from shared.scheduler import Scheduler
+from tests.lab.stepping import assert_explains, assert_goes_back_and_resets, frames
 from tests.lab.wrong_answers.ch10 import AllThatAreHeld, StaysFree, StaysNamed
 from tests.runtime.tiny import ScriptedRunner, ToyTokenizer, make_engine
 
 LETTERS = [ord(letter) for letter in "abcdefghij"]
 WORDS = "A 0 3 one two three\nB 1 3 one two four\nC 6 2 one two three\nD/s 6 2 one two three\nE 9 3 something else here"
-
-
-def plain(markup: str) -> str:
-    return " ".join(re.sub(r"<[^>]+>", " ", str(markup)).split())
 
 
 def build(manager, budget):
@@ -36,11 +33,6 @@ def stepper(arrivals: str = WORDS, **inputs):
     for name, value in {"arrivals": arrivals, **inputs}.items():
         made.fields[name].value = value
     return made
-
-
-def frames(made) -> list[str]:
-    made.end.click()
-    return [plain(frame) for frame in made.frames]
 
 
 def kinds(made) -> list[list[str]]:
@@ -107,15 +99,7 @@ def test_the_seed_draws_other_prompts_and_nothing_else():
 
 
 def test_steps_go_back():
-    made = stepper()
-    first = made.frame.value
-    made.step.click()
-    assert made.frame.value != first
-    made.back.click()
-    assert made.frame.value == first
-    made.end.click()
-    made.reset.click()
-    assert made.index == 0 and made.frame.value == first
+    assert_goes_back_and_resets(stepper())
 
 
 def test_prompts_are_shown_as_text_and_never_as_markup():
@@ -131,9 +115,7 @@ def test_prompts_are_shown_as_text_and_never_as_markup():
 ])  # fmt: skip
 def test_bad_input_is_explained(name, value, words):
     made = stepper(**{name: value})
-    assert words in made.fields.error.value
-    made.fields[name].value = {"num_blocks": "15", "budget": "64"}.get(name, WORDS)
-    assert made.fields.error.value == ""
+    assert_explains(made, name, words, good={"num_blocks": "15", "budget": "64"}.get(name, WORDS))
 
 
 # Simulated execution

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 
@@ -13,11 +11,8 @@ from shared.lab.chapters.ch11_ranks import SHAPES, num_parameters, together
 from shared.lab.evidence import evidence
 from shared.model import CausalAttention, ModelConfig, Transformer
 from shared.parallel import Shard, connect, load_shard
+from tests.lab.stepping import assert_explains, assert_goes_back_and_resets, frames
 from tests.runtime.ranks import group_of, save_model
-
-
-def plain(markup: str) -> str:
-    return " ".join(re.sub(r"<[^>]+>", " ", str(markup)).split())
 
 
 def stepper(**inputs):
@@ -25,11 +20,6 @@ def stepper(**inputs):
     for name, value in inputs.items():
         made.fields[name].value = value
     return made
-
-
-def frames(made) -> list[str]:
-    made.end.click()
-    return [plain(frame) for frame in made.frames]
 
 
 # The simulator
@@ -73,21 +63,11 @@ def test_copies_and_uneven_heads_are_told():
 ])  # fmt: skip
 def test_bad_input_is_explained(name, value, words):
     made = stepper(**{name: value})
-    assert words in made.fields.error.value
-    made.fields[name].value = "2"
-    assert made.fields.error.value == ""
+    assert_explains(made, name, words, good="2")
 
 
 def test_steps_go_back():
-    made = stepper()
-    first = made.frame.value
-    made.step.click()
-    assert made.frame.value != first
-    made.back.click()
-    assert made.frame.value == first
-    made.end.click()
-    made.reset.click()
-    assert made.index == 0 and made.frame.value == first
+    assert_goes_back_and_resets(stepper())
 
 
 def test_the_sum_of_more_tokens_and_smaller_numbers():

@@ -169,12 +169,18 @@ def parse_arrival(line: str) -> Arrival:
     return Arrival(words[0][:8], step, prompt, answer, whole(0, 9)(words[4]) if len(words) == 5 else 0)
 
 
-def parse_arrivals(text: str) -> list[Arrival]:
-    arrivals = sorted(lines_of(parse_arrival)(text), key=lambda each: each.step)
-    names = [each.name for each in arrivals]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ValueError(f"two requests are called {twice!r}")
-    return arrivals
+def arrivals_of(parse_line: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """A parser for one arrival a line, with `step` and a `name` of its own each; in the order of their steps."""
+    def parse(text: str) -> list[Any]:
+        arrivals = sorted(lines_of(parse_line)(text), key=lambda each: each.step)
+        names = [each.name for each in arrivals]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"two requests are called {twice!r}")
+        return arrivals
+    return parse
+
+
+parse_arrivals = arrivals_of(parse_arrival)
 
 
 def draw_arrivals(seed: int, count: int = 8) -> list[Arrival]:

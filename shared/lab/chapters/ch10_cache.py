@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shared.lab import Choice, Field, Stepper
-from shared.lab.form import lines_of, whole
+from shared.lab.chapters.ch07_steps import arrivals_of
+from shared.lab.form import whole
 from shared.lab.markup import ACCENT, LINE, MONO, QUIET, SHADE, TINT, Html, join, note, strong, table, tag, visible
 from shared.request import Request
 from shared.sampling_params import SamplingParams
@@ -46,12 +47,7 @@ def parse_arrival(line: str) -> Arrival:
     return Arrival(name[:8], salt[:12], whole(0, 60)(words[1]), whole(1, 20)(words[2]), words[3][:200])
 
 
-def parse_arrivals(text: str) -> list[Arrival]:
-    arrivals = sorted(lines_of(parse_arrival)(text), key=lambda each: each.step)
-    names = [each.name for each in arrivals]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ValueError(f"two requests are called {twice!r}")
-    return arrivals
+parse_arrivals = arrivals_of(parse_arrival)
 
 
 def draw_arrivals(seed: int, count: int = 6) -> list[Arrival]:

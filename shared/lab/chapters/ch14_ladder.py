@@ -16,13 +16,14 @@ from shared.block_manager import BlockManager
 from shared.decode import generate_naive, greedy
 from shared.engine import Engine, Runner
 from shared.kv_cache import KVCache, generate_cached
+from shared.lab.chapters.ch08_steps import StaticBatches
 from shared.load import SampleRequest, random_requests
 from shared.model import Transformer
 from shared.prefix_cache import PrefixCachingBlockManager
 from shared.request import RequestLimits
 from shared.roofline import Cost, step_cost, trace_costs
 from shared.runner import CPURunner
-from shared.scheduler import Scheduler, SchedulerOutput
+from shared.scheduler import Scheduler
 from shared.tokenizer import Tokenizer
 from shared.trace import Trace
 
@@ -126,14 +127,6 @@ def engine_run(runner: Runner, scheduler: Scheduler, tokenizer: Tokenizer, confi
     run.sizes = [step.num_batched_tokens for step in trace.steps]
     run.costs = trace_costs(config, torch.float32, trace.steps)
     return run
-
-
-class StaticBatches(Scheduler):
-    """Nobody gets in until all have left."""
-
-    def _schedule_waiting(self, output: SchedulerOutput, budget: int) -> None:
-        if not self.running:
-            super()._schedule_waiting(output, budget)
 
 
 def stages(model: Transformer, fast_model: Transformer, tokenizer: Tokenizer, work: Work) -> dict[str, Callable]:
