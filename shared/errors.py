@@ -5,6 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 
+def shown(value: Any) -> str:
+    """A value as a message shows it: cut if it is long. Some have no form to show, like a number of 5,000 digits."""
+    try:
+        text = repr(value)
+    except Exception:
+        text = f"a {type(value).__name__} that cannot be shown"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
 class EngineError(Exception):
     """The parent of every error that the engine raises on purpose."""
 
@@ -14,10 +23,7 @@ class InvalidRequestError(EngineError, ValueError):
 
     def __init__(self, field: str, value: Any, limit: str):
         self.field, self.value, self.limit = field, value, limit
-        shown = repr(value)
-        if len(shown) > 80:
-            shown = shown[:77] + "..."
-        super().__init__(f"{field}: must be {limit}, got {shown}")
+        super().__init__(f"{field}: must be {limit}, got {shown(value)}")
 
     def __reduce__(self):
         return type(self), (self.field, self.value, self.limit)  # survives the way from another process

@@ -64,8 +64,10 @@ def first_stop(text: str, stops: Sequence[str], known: int = 0) -> tuple[int, st
 
 def held_length(text: str, stops: Sequence[str]) -> int:
     """Length of the longest end of text with which a stop string begins, and is not yet complete."""
-    sizes = (size for stop in stops for size in range(1, len(stop)) if text.endswith(stop[:size]))
-    return max(sizes, default=0)
+    starts = (range(max(0, len(text) - len(stop) + 1), len(text)) for stop in stops)
+    firsts = (next((start for start in places if stop.startswith(text[start:])), len(text))
+              for places, stop in zip(starts, stops))  # fmt: skip
+    return len(text) - min(firsts, default=len(text))
 
 
 @dataclass(frozen=True)

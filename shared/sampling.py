@@ -96,8 +96,8 @@ def adjust(logits: Tensor, states: Sequence[SamplingState]) -> Tensor:
             continue
         adjusted = adjusted.clone() if adjusted is logits else adjusted  # logprobs need the raw scores
         adjusted[row, held_back] = -torch.inf
-        for token, bias in (params.logit_bias or {}).items():
-            adjusted[row, token] += bias
+        if params.logit_bias:
+            adjusted[row, list(params.logit_bias)] += column(list(params.logit_bias.values()), adjusted)[:, 0]
         if penalised:
             adjusted[row] = penalise(adjusted[row], params, state.prompt_token_ids, output)
     return adjusted

@@ -8,6 +8,7 @@ from typing import Any
 from shared.errors import InvalidRequestError
 
 MAX_LOGPROBS = 20
+MAX_STOPS = 64  # every token of an answer is compared with all of them
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,11 @@ class SamplingParams:
                 raise InvalidRequestError(field, value, "a list")
             object.__setattr__(self, field, tuple(value or ()))
         for field, unset, meaning in (("seed", -1, None), ("top_k", -1, 0)):
-            if getattr(self, field) == unset:
+            value = getattr(self, field)
+            if isinstance(value, int) and value == unset:
                 object.__setattr__(self, field, meaning)
+        if isinstance(self.logit_bias, Mapping):  # a copy: what the caller changes later was never checked
+            object.__setattr__(self, "logit_bias", dict(self.logit_bias))
 
 
 def check_counts(params: SamplingParams) -> None:
@@ -96,6 +100,8 @@ def check_distribution(params: SamplingParams) -> None:
 
 def check_stops_and_flags(params: SamplingParams) -> None:
     """Stop strings, stop tokens, and the switches."""
+    if len(params.stop) > MAX_STOPS:
+        raise InvalidRequestError("stop", list(params.stop), f"at most {MAX_STOPS} strings")
     for text in params.stop:
         if not isinstance(text, str) or not text:
             raise InvalidRequestError("stop", text, "a non-empty string")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -179,3 +182,16 @@ def test_new_text_is_what_was_added_since_the_last_report():
     a.text.release()
     reports.append(a.completion(0).new_text)
     assert reports == ["ab", "", "Sx", "", "S"]
+
+
+@pytest.mark.parametrize("said", ["ab", "aaa"])
+def test_a_stop_string_of_megabytes_costs_next_to_nothing(said):
+    """The engine's thread pays for it at every token of every request."""
+    text = OutputText(Pieces(said), ["a" * 4_000_000, "b" * 1_000_000 + "c"])
+    started = time.perf_counter()
+    for _ in range(300):
+        for token in range(len(said)):
+            text.push(token)
+    assert time.perf_counter() - started < 5  # it was hours
+    text.finish()
+    assert text.text == said * 300

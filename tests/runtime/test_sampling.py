@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -212,6 +213,17 @@ def test_a_bias_comes_before_penalties_and_reaches_greedy():
     adjusted = adjust(torch.tensor([[1.0, 0.0]]), [state([1], logit_bias={1: 3}, repetition_penalty=2)])[0]
     assert adjusted.tolist() == [1.0, 1.5]
     assert sample([5.0, 0.0], state(temperature=0, output=[0], frequency_penalty=10)) == [1]
+
+
+def test_a_bias_on_every_token_costs_next_to_nothing():
+    """All requests of a step wait for it. One token at a time it was a second."""
+    biases = {token: (-1) ** token * token / 1000 for token in range(49152)}
+    everything, logits = state(logit_bias=biases), torch.randn(2, 49152)
+    started = time.perf_counter()
+    adjusted = adjust(logits, [state(), everything])
+    assert time.perf_counter() - started < 0.2
+    assert torch.equal(adjusted[0], logits[0])
+    assert torch.equal(adjusted[1], logits[1] + torch.tensor(list(biases.values())))
 
 
 def test_end_tokens_wait_for_min_tokens():

@@ -19,13 +19,13 @@ BAD = {
     "n": [0, -1, 129, None, *NOT_COUNTS],
     "temperature": [-0.1, 100.5, *NOT_NUMBERS],
     "top_p": [0, 0.0, -0.5, 1.01, *NOT_NUMBERS],
-    "top_k": [-2, None, *NOT_COUNTS],
+    "top_k": [-2, None, -1.0, *NOT_COUNTS],
     "min_p": [-0.1, 1.1, *NOT_NUMBERS],
     "presence_penalty": [-1001, 1001, *NOT_NUMBERS],
     "frequency_penalty": [-1001, 1001, *NOT_NUMBERS],
     "repetition_penalty": [0, 0.009, -1, 101, *NOT_NUMBERS],
-    "seed": [2**63, -(2**63) - 1, 2**64, *NOT_COUNTS],
-    "stop": [5, [""], "", [5], [None], b"ab", [b"ab"], {"a": 1}],
+    "seed": [2**63, -(2**63) - 1, 2**64, -1.0, *NOT_COUNTS],
+    "stop": [5, [""], "", [5], [None], b"ab", [b"ab"], {"a": 1}, ["a"] * 65],
     "stop_token_ids": [5, "ab", [-1], [1.5], ["a"], [None], [True]],
     "ignore_eos": [0, 1, None, "yes"],
     "max_tokens": [0, -1, *NOT_COUNTS],
@@ -111,3 +111,26 @@ def test_options_and_errors_survive_the_way_from_another_process():
     again = pickle.loads(pickle.dumps(caught.value))
     assert (again.field, again.value, again.limit) == ("top_p", 2, caught.value.limit)
     assert str(again) == str(caught.value)
+
+
+class Unprintable:
+    def __repr__(self):
+        raise RuntimeError("no words")
+
+
+@pytest.mark.parametrize("field", sorted(BAD))
+def test_a_value_that_cannot_be_shown_is_refused_like_any_other(field):
+    """Python writes no number of more than 4,300 digits; an array compares as several."""
+    numpy = pytest.importorskip("numpy")
+    for value in (-(10**5000), Unprintable(), numpy.array([1, 2]), [-(10**5000)]):
+        with pytest.raises(InvalidRequestError) as caught:
+            SamplingParams(**{field: value})
+        assert caught.value.field == field and len(str(caught.value)) < 200
+
+
+def test_what_the_caller_changes_later_changes_nothing():
+    bias, stops, tokens = {5: 1.0}, ["a"], [7]
+    params = SamplingParams(logit_bias=bias, stop=stops, stop_token_ids=tokens)
+    bias[10**9], stops[:], tokens[:] = 5000.0, [""], [-1]
+    assert (params.logit_bias, params.stop, params.stop_token_ids) == ({5: 1.0}, ("a",), (7,))
+    assert pickle.loads(pickle.dumps(params)) == params
