@@ -10,6 +10,7 @@ from shared.batch import ForwardBatch
 from shared.lab.chapters import ch08, ch08_measure, ch08_steps
 from shared.lab.chapters.ch07_steps import idle_steps, make_request
 from shared.lab.evidence import evidence
+from shared.sampling_params import SamplingParams
 from shared.scheduler import ScheduledRequest
 from tests.lab.stepping import assert_explains, assert_goes_back_and_resets, plain
 from tests.runtime.tiny import ToyTokenizer, make_hf
@@ -26,12 +27,17 @@ class ChatTokenizer(ToyTokenizer):
 
 
 @pytest.fixture(scope="module")
-def make_engine(tmp_path_factory):
+def model(tmp_path_factory):
     from shared.weights import load_model
 
     folder = tmp_path_factory.mktemp("tiny")
     make_hf("llama").save_pretrained(folder)
-    return ch08_measure.engine_maker(load_model(folder), ChatTokenizer())
+    return load_model(folder)
+
+
+@pytest.fixture(scope="module")
+def make_engine(model):
+    return ch08_measure.engine_maker(model, ChatTokenizer())
 
 
 def stepper(make_engine, **inputs):
@@ -53,12 +59,28 @@ def frames(made) -> list[str]:
 def test_each_step_shows_rows_slots_the_flat_run_and_reasons(make_engine):
     told = frames(stepper(make_engine))
     assert told[0].startswith("Nothing has run yet.")
-    assert told[1].startswith("Engine step 0: one run of the model, 6 of 6 tokens; 0 of 2 requests run one token, 1 g")
+    assert told[1].startswith("Engine step 0: one run of the model, 6 of 6 tokens. Prefill: 2, decode: 0, waiting: 0, ")
     assert "1 B tokens 0 to 3 of 8 64 to 67 2 to 5 none, prompt not complete –" in told[1]
     assert "The run, flat: A 1, B 4." in told[2] and "1 B tokens 4 to 7 of 8 68 to 71 1 to 4 row 1" in told[2]
     assert "C waits: max_num_seqs=2 requests are running" in told[2]
     assert "D waits: behind C" in told[3]
     assert re.search(r"ends: length", told[-1])
+
+
+def test_the_first_trace_queues_cuts_a_prompt_and_mixes_it_with_a_decode(model):
+    class Words(ChatTokenizer):
+        """Prompts as long as the chat template makes them."""
+        def encode_chat(self, messages):
+            return self.encode(messages[0]["content"].ljust(34)[:34])
+
+    make = ch08_measure.engine_maker(model, Words())
+    told = frames(ch08_steps.engine_stepper(make))
+    assert "Prefill: 2, decode: 0" in told[1] and "none, prompt not complete" in told[1]
+    assert "Prefill: 1, decode: 1, waiting: 1" in told[2] and "C waits: max_num_seqs=2" in told[2]
+    assert "D waits: behind C" in told[3]
+    whole = ch08_steps.engine_stepper(make)
+    whole.fields["chunked"].value = False
+    assert all("not complete" not in frame for frame in frames(whole))
 
 
 def test_static_batches_leave_rows_idle(make_engine):
@@ -101,7 +123,7 @@ def test_a_gap_without_requests_is_stepped_through(make_engine):
 @pytest.mark.parametrize("name, value, words", [
     ("arrivals", "0 4", "line 1: write the step"), ("arrivals", "x 4 a", "is not a whole number"),
     ("arrivals", "0 99 a", "is not between 1 and 24"), ("rows", "0", "Rows: 0 is not between"),
-    ("budget", "1", "at least max_num_seqs=2"), ("row_slots", "8", "at most max_model_len - 1 = 7 tokens"),
+    ("budget", "1", "1 is too few for 2 rows"), ("row_slots", "8", "B would be refused: prompt: must be at most"),
 ])  # fmt: skip
 def test_bad_input_is_explained(make_engine, name, value, words):
     made = stepper(make_engine, **{name: value})
@@ -141,6 +163,22 @@ def test_static_batching_takes_more_steps_on_the_measured_trace(make_engine):
         assert sum(len(step.new_tokens) for step in engine.trace.steps) == sum(ch08_measure.LENGTHS)
         counts[static] = len(engine.trace.steps), idle_steps(engine.trace.steps, ch08_measure.ROWS)
     assert counts == {True: (36, 85), False: (20, 21)}
+
+
+def test_tokens_scheduled_in_each_step_under_a_budget(make_engine):
+    """Three decode when a prompt of 200 tokens comes: what a step has left for it, exactly."""
+    for budget, sizes in ((512, [203]), (64, [64, 64, 64, 20]), (50, [50, 50, 50, 50, 15])):
+        engine = make_engine(rows=4, row_slots=320, budget=budget)
+        options = {"temperature": 0, "ignore_eos": True}
+        for name in "ABC":
+            engine.add_request(name, [7] * 4, SamplingParams(max_tokens=12, **options))
+        engine.step()
+        engine.add_request("long", [9] * 200, SamplingParams(max_tokens=1, **options))
+        while "long" in engine.groups:
+            engine.step()
+        steps = engine.trace.steps[1:]
+        assert [step.num_batched_tokens for step in steps] == sizes
+        assert [step.scheduled["long"] for step in steps] == [size - 3 for size in sizes]
 
 
 def test_expected_times_lie_on_the_line_between_measured_ones():

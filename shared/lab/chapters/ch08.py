@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from itertools import accumulate
 
 from shared.allocator import RowAllocator
 from shared.batch import ForwardBatch, slots_of
-from shared.lab import Check, Question, Score, call, expect, fail
+from shared.lab import Check, Question, Score, call, fail, same
 from shared.lab.chapters.ch07_steps import make_request, run_steps
+from shared.lab.judging import short
 from shared.scheduler import ScheduledRequest, Scheduler
 
 # Exercises
@@ -20,11 +22,29 @@ Step = Sequence[tuple[int, int, int, int]]  # row, start, num_tokens, total
 
 def judge_lay_flat(fn: Callable) -> None:
     for case, (scheduled, row_slots) in STEPS.items():
-        expect(fn, (scheduled, row_slots), lay_flat(scheduled, row_slots), case=case)
+        _judge_flat(fn, scheduled, row_slots, f"Case {case!r}, scheduled = {scheduled}, row_slots = {row_slots}:")
     draw = random.Random(8)
     for _ in range(30):
         scheduled = [draw_piece(draw, row) for row in draw.sample(range(6), draw.randint(1, 6))]
-        expect(fn, (scheduled, 40), lay_flat(scheduled, 40))
+        _judge_flat(fn, scheduled, 40, f"With scheduled = {scheduled}, row_slots = 40:")
+
+
+def _judge_flat(fn: Callable, scheduled: Step, row_slots: int, where: str) -> None:
+    """One list after the other, so that the message is about the first that is wrong."""
+    got = call(fn, list(scheduled), row_slots, case=where)
+    if not isinstance(got, (list, tuple)) or len(got) != 4:
+        fail(f"{where} your function returned {short(got)}; expected four lists.")
+    for name, mine, want in zip(FLAT, got, lay_flat(scheduled, row_slots), strict=True):
+        if not same(mine, want):
+            fail(f"{where} {name} are {short(mine)}; expected {want}. {FLAT[name]}")
+
+
+FLAT = {  # the four lists, and the rule that a wrong one breaks
+    "the positions": "They count within each request, from its start.",
+    "the slots": "A position's slot is the row times row_slots, plus the position.",
+    "the beginnings": "Each request begins where the one before it ends; the last entry is the end of the line.",
+    "the places that are scored": "That is the last token of each request that has caught up with what is known of it.",
+}
 
 
 STEPS = {
@@ -86,7 +106,7 @@ def padding(groups: object, seq_lens: Sequence[int], calls: int, where: str) -> 
     if sorted(index for group in groups for index in group) != list(range(len(seq_lens))):
         fail(f"{where} the groups are {groups!r}; each number from 0 to {len(seq_lens) - 1} must occur once.")
     if len(groups) > calls:
-        fail(f"{where} {len(groups)} groups need {len(groups)} calls; {calls} are allowed.")
+        fail(f"{where} {len(groups)} groups need {len(groups)} calls; at most {calls} are allowed.")
     lengths = ([seq_lens[index] for index in group] for group in groups if group)
     return sum(max(group) * len(group) - sum(group) for group in lengths)
 
@@ -112,10 +132,31 @@ Sampling = tuple[Sequence[tuple[str, int, int, int]], Sequence[Sequence[float]],
 
 def judge_new_tokens(fn: Callable) -> None:
     for case, given in BATCHES.items():
-        expect(fn, given, new_tokens(*given), case=case)
+        _judge_tokens(fn, given, f"Case {case!r}:")
     draw = random.Random(5)
     for _ in range(30):
-        expect(fn, given := draw_batch(draw), new_tokens(*given))
+        given = draw_batch(draw)
+        _judge_tokens(fn, given, f"With scheduled = {short(given[0])}:")
+
+
+def _judge_tokens(fn: Callable, given: Sampling, where: str) -> None:
+    """Who got a token, then which: the first fault in words."""
+    scheduled, scores, banned = given
+    got, want = call(fn, *copy.deepcopy(given), case=where), new_tokens(*given)
+    if not isinstance(got, Mapping):
+        fail(f"{where} your function returned {short(got)}; expected a dict from names to tokens.")
+    for name, start, count, total in scheduled:
+        if name in got and name not in want:
+            fail(f"{where} {name} got token {got[name]!r}, and has run {start + count} of the {total} tokens that are "
+                 "known: its next token is known.")
+        if name in want and name not in got:
+            fail(f"{where} {name} has caught up and got no token.")
+    if strange := [name for name in got if name not in want]:
+        fail(f"{where} {short(strange[0])} got a token, and is not in the batch.")
+    for place, (name, token) in enumerate(want.items()):
+        if got[name] != token:
+            fail(f"{where} {name} got token {short(got[name])}; expected {token}. Its scores are "
+                 f"{list(scores[place])}, and {name} has banned {list(banned[name]) or 'nothing'}.")
 
 
 FREE: dict[str, Collection[int]] = {"A": [], "B": [], "C": []}

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from shared.engine import Engine
+from shared.errors import InvalidRequestError
 from shared.lab import Choice, Field, Slider, Stepper, Switch
 from shared.lab.form import lines_of, whole
 from shared.lab.markup import Html, bar, join, note, strong, table, tag, tokens
@@ -48,11 +49,16 @@ class Piece:
     row: int
     start: int
     total: int
+    num_prompt_tokens: int
     token_ids: Sequence[int]
 
     @property
     def end(self) -> int:
         return self.start + len(self.token_ids)
+
+    @property
+    def decodes(self) -> bool:
+        return self.start >= self.num_prompt_tokens
 
 
 @dataclass(frozen=True)
@@ -83,7 +89,8 @@ class Recorder:
 def piece_of(item: ScheduledRequest) -> Piece:
     request = item.request
     token_ids = request.all_token_ids[item.start : item.start + item.num_tokens]
-    return Piece(request.request_id, request.block_table[0], item.start, item.total, token_ids)
+    return Piece(request.request_id, request.block_table[0], item.start, item.total,
+                 request.num_prompt_tokens, token_ids)
 
 
 def parse_arrival(line: str) -> tuple[int, int, str]:
@@ -108,7 +115,7 @@ def engine_stepper(make_engine: Callable[..., Engine]) -> Stepper:
         Field("arrivals", "Questions", QUESTIONS, parse_arrivals, rows=5,
               help="One a line: step of arrival, most tokens of the answer, question. The first is A, the next B."),
         Field("rows", "Rows", "2", whole(1, 8)),
-        Field("budget", "Tokens a step", "24", whole(1, 256)),
+        Field("budget", "Tokens a step", "48", whole(1, 256)),
         Field("row_slots", "Slots of a row", "64", whole(8, 512)),
         Choice("admission", "A request gets in", CONTINUOUS, (CONTINUOUS, STATIC)),
         Switch("chunked", "Prompts may be cut", True),
@@ -117,12 +124,18 @@ def engine_stepper(make_engine: Callable[..., Engine]) -> Stepper:
 
     def make(inputs: Mapping[str, Any], seed: int) -> Iterator[Moment]:
         sizes = {name: inputs[name] for name in ("rows", "row_slots", "budget")}
+        if sizes["budget"] < sizes["rows"]:
+            raise ValueError(f"Tokens a step: {sizes['budget']} is too few for {sizes['rows']} rows, since each "
+                             "request that runs needs one")
         engine = make_engine(**sizes, chunked=inputs["chunked"], static=inputs["admission"] == STATIC)
         prompts = []
         for index, each in enumerate(inputs["arrivals"]):
             ids = engine.tokenizer.encode_chat([{"role": "user", "content": each.question}])
             params = SamplingParams(temperature=inputs["temperature"], max_tokens=each.max_tokens, seed=seed + index)
-            engine.inputs.process(each.name, ids, params, 0, "")  # raises if it would be refused
+            try:
+                engine.inputs.process(each.name, ids, params, 0, "")
+            except InvalidRequestError as refused:
+                raise ValueError(f"{each.name} would be refused: {refused}") from refused
             prompts.append((each, ids, params))
         return moments(engine, prompts, sizes)
 
@@ -165,10 +178,11 @@ def render_moment(moment: Moment, index: int) -> Html:
 
 def summary(moment: Moment) -> str:
     record, pieces = moment.records[-1], moment.pieces
-    decoding = sum(len(piece.token_ids) == 1 and piece.end == piece.total for piece in pieces)
+    decoding = sum(piece.decodes for piece in pieces)
     return (f"Engine step {record.step}: {'one run' if pieces else 'no run'} of the model, {record.num_batched_tokens} "
-            f"of {moment.budget} tokens; {decoding} of {len(pieces)} requests run one token, {len(record.new_tokens)} "
-            f"get a new one, {len(record.waiting)} wait; {moment.rows - len(pieces)} of {moment.rows} rows idle.")
+            f"of {moment.budget} tokens. Prefill: {len(pieces) - decoding}, decode: {decoding}, waiting: "
+            f"{len(record.waiting)}, new tokens: {len(record.new_tokens)}; "
+            f"{moment.rows - len(pieces)} of {moment.rows} rows idle.")
 
 
 def row_table(moment: Moment) -> Html:

@@ -30,6 +30,15 @@ def indices_behind_the_end(scheduled, row_slots):
     return positions, slots, starts, [index + 1 for index in indices]
 
 
+def no_entry_for_the_end(scheduled, row_slots):
+    positions, slots, starts, indices = lay_flat(scheduled, row_slots)
+    return positions, slots, starts[:-1], indices
+
+
+def three_lists(scheduled, row_slots):
+    return lay_flat(scheduled, row_slots)[:3]
+
+
 def one_group(seq_lens, calls):
     return [list(range(len(seq_lens)))]
 
@@ -61,22 +70,28 @@ def decodes_only(scheduled, scores, banned):
     return {name: best(row, banned[name]) for name, row in zip(names, scores)}
 
 
+def names_of_the_batch(scheduled, scores, banned):
+    return [name for name, *_ in scheduled]
+
+
 def best(row, ban):
     return max((i for i in range(len(row)) if i not in ban), key=row.__getitem__)
 
 
 WRONG_ANSWERS = {
     "08.1": [
-        (positions_of_the_run, "decodes in row 2"), (slots_from_the_start_of_the_row, "decodes in row 2"),
-        (one_slot_too_far, "whole prompt"), (everybody_samples, "not complete"),
-        (indices_behind_the_end, "whole prompt"),
+        (positions_of_the_run, "They count within each request"), (slots_from_the_start_of_the_row, "the slots are"),
+        (one_slot_too_far, "plus the position"), (everybody_samples, "that has caught up"),
+        (indices_behind_the_end, "the places that are scored are [5]; expected [4]"),
+        (no_entry_for_the_end, "the last entry is the end"), (three_lists, "expected four lists"),
     ],
     "08.2": [
-        (one_group, "padded positions"), (one_for_each, "are allowed"), (groups_of_lengths, "must occur once"),
-        (equal_parts, "cutting into equal parts"),
+        (one_group, "padded positions"), (one_for_each, "at most 1 are allowed"),
+        (groups_of_lengths, "must occur once"), (equal_parts, "cutting into equal parts"),
     ],
     "08.b": [
-        (rows_shift_behind_a_chunk, "the middle one is a chunk"), (bans_in_order_of_arrival, "order of arrival"),
-        (bans_forgotten, "order of arrival"), (decodes_only, "the last chunk"),
+        (rows_shift_behind_a_chunk, "B got token 2, and has run 4 of the 9 tokens"),
+        (bans_in_order_of_arrival, "and B has banned [1]"), (bans_forgotten, "and B has banned [1]"),
+        (decodes_only, "A has caught up and got no token"), (names_of_the_batch, "expected a dict"),
     ],
 }  # fmt: skip
