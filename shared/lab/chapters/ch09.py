@@ -41,8 +41,12 @@ def _judge_window(where: str, got: object, table: int, can_go: int, oldest: int,
         fail(f"{where} your function returned {got!r}; expected a whole number from 0 to {table}, its blocks.")
     if got > can_go:
         last = min(got * block_size, oldest + block_size) - 1
-        fail(f"{where} {got} blocks would go, with tokens up to {got * block_size - 1}. The newest token looks back "
-             f"to token {oldest}, so token {max(oldest, last)} is still needed.")
+        fail(f"{where} your function gives back {_blocks(got)}, with the tokens 0 to {got * block_size - 1}. The "
+             f"newest token looks back to token {oldest}, so token {max(oldest, last)} is still needed.")
+
+
+def _blocks(count: int) -> str:
+    return f"{count} block" if count == 1 else f"{count} blocks"
 
 
 Pool = tuple[Sequence[int], int, int]  # tokens of each running request, blocks needed, block size
@@ -80,15 +84,20 @@ def last_first(tokens: Sequence[int], needed: int, block_size: int) -> list[int]
 
 def judge_victims(fn: Callable) -> Score:
     paid = best = rule = 0
+    dearest = (0, "")
     for tokens, needed, block_size in full_pools():
         where = f"With tokens = {list(tokens)}, needed = {needed}, block_size = {block_size}:"
         got = call(fn, list(tokens), needed, block_size)
         _judge_victims(where, got, tokens, needed, block_size)
-        paid += sum(tokens[i] for i in got)
-        best += sum(tokens[i] for i in cheapest(tokens, needed, block_size))
+        cheap = cheapest(tokens, needed, block_size)
+        cost, least = (sum(tokens[i] for i in chosen) for chosen in (got, cheap))
+        words = f"{where} places {list(got)} lose {cost} tokens, and {cheap} lose {least}."
+        dearest = max(dearest, (cost - least, words))
+        paid, best = paid + cost, best + least
         rule += sum(tokens[i] for i in last_first(tokens, needed, block_size))
     if paid >= rule:
-        fail(f"Enough blocks get free, but {paid} tokens must be run again; taking the last ones costs {rule}.")
+        fail(f"Enough blocks get free, but {paid} tokens must be run again; taking the last ones costs {rule}. "
+             + dearest[1])
     return Score("tokens run again", paid, best)
 
 
@@ -101,7 +110,7 @@ def _judge_victims(where: str, got: object, tokens: Sequence[int], needed: int, 
         fail(f"{where} {list(got)} names a request twice; it can give its blocks only once.")
     freed = sum(blocks_of(tokens[i], block_size) for i in got)
     if freed < needed:
-        fail(f"{where} {list(got)} hold {freed} blocks, and {needed} are needed.")
+        fail(f"{where} the places {list(got)} hold {_blocks(freed)} in all, and {needed} must get free.")
 
 
 SCRIPTS = {  # blocks, slots in a block, then (name, tokens) to allocate or (name, None) to release
@@ -119,6 +128,8 @@ SCRIPTS = {  # blocks, slots in a block, then (name, tokens) to allocate or (nam
 def judge_pool(fn: Callable) -> None:
     for case, (num_blocks, block_size, script) in SCRIPTS.items():
         pool, held = call(fn, num_blocks, block_size, case=case), {}
+        if missing := [name for name in ("allocate", "release", "tables") if not hasattr(pool, name)]:
+            fail(f"Your class makes a pool without {missing[0]}.")
         for name, tokens in script:
             if tokens is None:
                 call(pool.release, name, case=f"Case {case!r}:")
@@ -139,14 +150,14 @@ def _judge_allocate(where: str, pool, held: dict[str, int], name: str, tokens: i
         held[name] = max(wanted, held.get(name, 0))
         has = len(pool.tables.get(name, ()))
         if has != held[name]:
-            fail(f"{where} {tokens} tokens of {name!r} have {has} blocks of {size}; they fill {held[name]}.")
+            fail(f"{where} {tokens} tokens of {name!r} have {_blocks(has)} of {size} slots; they fill {held[name]}.")
 
 
 def _judge_tables(where: str, pool, held: dict[str, int], num_blocks: int) -> None:
     owner: dict[int, str] = {}
     for name, blocks in pool.tables.items():
         if len(blocks) != held.get(name, 0):
-            fail(f"{where} {name!r} has {len(blocks)} blocks in its table; it should have {held.get(name, 0)}.")
+            fail(f"{where} {name!r} has {_blocks(len(blocks))} in its table; it should have {held.get(name, 0)}.")
         for block in blocks:
             if block in owner or not 0 <= block < num_blocks:
                 fail(f"{where} block {block} belongs to {owner.get(block, 'nobody')!r} and to {name!r}.")
@@ -167,15 +178,18 @@ def judge_preempt(fn: Callable) -> None:
         got = call(fn, request, free, case=where)
         if request.get("output") != state["output"]:
             fail(f"{where} the caller has read {state['output']}, and the request remembers {request.get('output')}.")
+        if request.get("prompt") != state["prompt"]:
+            fail(f"{where} the prompt was {state['prompt']} and is {request.get('prompt')} now; what it has of the "
+                 "answer would run twice if the request is preempted again.")
         if request.get("computed") != 0:
             fail(f"{where} computed is {request.get('computed')}, and no key or value of it is left in the cache.")
         if sorted(free) != sorted([7, *state["blocks"]]) or request.get("blocks"):
             fail(f"{where} free blocks are {sorted(free)}, its own are {request.get('blocks')}; it held "
                  f"{state['blocks']}, and block 7 was free.")
-        if got is None or list(got) != state["prompt"] + state["output"]:
-            known = state["prompt"] + state["output"]
-            fail(f"{where} {got} would run when it comes back; all of {known} must, so that the next token is the one "
-                 "it would have been.")
+        known = state["prompt"] + state["output"]
+        if not isinstance(got, (list, tuple)) or list(got) != known:
+            fail(f"{where} your function returned {got!r}, to run when it comes back; all of {known} must, so that the "
+                 "next token is the one it would have been.")
 
 
 CHECKS = {

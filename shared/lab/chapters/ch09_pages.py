@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from shared.allocator import RowAllocator, reserved_blocks
+from shared.errors import InvalidRequestError
 from shared.lab import Choice, Field, Stepper
 from shared.lab.chapters.ch07_steps import DRAWN, WRITTEN, Arrival, make_request, parse_arrivals, run_steps
 from shared.lab.form import whole
@@ -102,6 +103,7 @@ class Side:
     total: Slots = Slots()
     recomputed: int = 0
     events: Sequence[str] = ()
+    earlier: dict[int, str] = field(default_factory=dict)  # slot -> who held it last, and has gone
 
     @property
     def ended(self) -> bool:
@@ -119,15 +121,20 @@ class Side:
         self.records, self.total = list(trace.steps), self.total + count_slots(self.scheduler)
         self.recomputed += sum(before[name][1] for name in record.preempted)
         again = {name for earlier in self.records[:-1] for name in earlier.admitted}
-        self.events = [*_changes(record, before, again), *_scattered(self.scheduler)]
+        self.events = [*_changes(record, before, again, self.earlier), *_scattered(self.scheduler)]
+        self.earlier.update((slot, name) for slot, (name, _) in owners(record).items())
 
 
-def _changes(record: StepRecord, before: Mapping[str, tuple], again: set[str]) -> Iterator[str]:
+def _changes(record: StepRecord, before: Mapping[str, tuple], again: set[str],
+             earlier: Mapping[int, str]) -> Iterator[str]:
     """Who lost, gained or gave back memory in this step."""
     for name in record.preempted:
         yield f"{name} loses its blocks; {before[name][1]} tokens will be run again."
     for name in record.admitted:
-        yield f"{name} comes back and runs its tokens again." if name in again else f"{name} comes in."
+        slots = (slot for slot, (owner, _) in owners(record).items() if owner == name)
+        gone = sorted({earlier[slot] for slot in slots if slot in earlier} - {name})
+        place = f" where {' and '.join(gone)} {'was' if len(gone) == 1 else 'were'}" if gone else ""
+        yield f"{name} comes back{place} and runs its tokens again." if name in again else f"{name} comes in{place}."
     for name, blocks in record.block_tables.items():
         old = before.get(name, (blocks, 0))[0]
         if name not in record.admitted and len(blocks) > len(old):
@@ -164,7 +171,7 @@ def memory_stepper(scheduler: Callable[..., Scheduler], contiguous: Callable[[in
         slots, size, seqs = inputs["slots"], inputs["block_size"], inputs["max_num_seqs"]
         if slots % size:
             raise ValueError(f"{slots} slots are not a whole number of blocks of {size}")
-        allocators = {"Neighbouring slots, reserved exactly": contiguous(slots),
+        allocators = {"Neighbouring slots, reserved exactly (blocks of one slot)": contiguous(slots),
                       f"Blocks of {size} slots": blocks(slots // size, size)}
         return lockstep([_side(title, scheduler(allocator, seqs, 512), arrivals)
                          for title, allocator in allocators.items()])
@@ -181,7 +188,10 @@ def draw_lengths(seed: int, count: int = 7) -> list[Arrival]:
 def _side(title: str, scheduler: Scheduler, arrivals: Sequence[Arrival]) -> Side:
     coming = [(each.step, make_request(each.name, each.prompt_tokens, each.answer_tokens)) for each in arrivals]
     for _, request in coming:
-        scheduler.check_fits(request.max_num_tokens)
+        try:
+            scheduler.check_fits(request.max_num_tokens)
+        except InvalidRequestError as refused:
+            raise ValueError(f"{request.request_id} would be refused: {refused}") from refused
     return Side(title, scheduler, [request for _, request in coming], run_steps(scheduler, coming))
 
 

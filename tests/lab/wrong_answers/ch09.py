@@ -116,6 +116,14 @@ class CopiesTheTable(RightSize):
         self.tables.pop(name, [])
 
 
+class NoRelease:
+    def __init__(self, num_blocks, block_size):
+        self.tables = {}
+
+    def allocate(self, name, num_tokens):
+        return False
+
+
 class StrictRelease(RightSize):
     def release(self, name):
         self.free.extend(self.tables.pop(name))
@@ -144,6 +152,12 @@ def keeps_its_blocks(request, free):
     return request["prompt"] + request["output"]
 
 
+def answer_becomes_prompt(request, free):
+    free.extend(request["blocks"])
+    request.update(blocks=[], computed=0, prompt=request["prompt"] + request["output"])
+    return request["prompt"]
+
+
 def gives_blocks_and_keeps_them(request, free):
     free.extend(request["blocks"])
     request["computed"] = 0
@@ -153,19 +167,21 @@ def gives_blocks_and_keeps_them(request, free):
 WRONG_ANSWERS = {
     "09.1": [
         (one_block_too_many, "is still needed"), (forgets_itself, "is still needed"),
-        (window_in_blocks, "is still needed"), (below_zero, "from 0 to"), (keeps_all, "as without a window"),
+        (window_in_blocks, "gives back 1 block, with the tokens 0 to 3"), (below_zero, "from 0 to"),
+        (keeps_all, "as without a window"),
     ],
     "09.2": [
         (last_first, "taking the last ones costs"), (smallest_of_all, "the first request would lose"),
-        (rounds_down, "are needed"), (one_victim_only, "are needed"), (everybody, "taking the last ones costs"),
+        (rounds_down, "and 3 must get free"), (one_victim_only, "hold 2 blocks in all"), (everybody, "lose"),
     ],
     "09.b": [
         (EarlyPool, "they fill 1"), (LatePool, "they fill"), (GreedyPool, "it should have"),
         (FreesTwice, "it should have 0"), (CopiesTheTable, "expected True"), (StrictRelease, "KeyError"),
+        (NoRelease, "without release"),
     ],
     "09.c": [
-        (begins_anew, "the caller has read"), (runs_the_prompt_only, "would run when it comes back"),
+        (begins_anew, "the caller has read"), (runs_the_prompt_only, "all of [5, 6, 7, 8, 9] must"),
         (trusts_the_old_keys, "no key or value of it is left"), (keeps_its_blocks, "free blocks are [7]"),
-        (gives_blocks_and_keeps_them, "its own are [3, 1]"),
+        (gives_blocks_and_keeps_them, "its own are [3, 1]"), (answer_becomes_prompt, "would run twice"),
     ],
 }  # fmt: skip
