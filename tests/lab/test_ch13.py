@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+import socket
+import time
 from dataclasses import replace
 
 import pytest
 
-from shared.lab.chapters import ch13, ch13_dashboard, ch13_measure
-from shared.lab.chapters.ch13_dashboard import Dashboard, Load, Sample, parse_sample, render_dashboard, spark
+from shared.errors import EngineError
+from shared.lab.chapters import ch13, ch13_dashboard, ch13_load, ch13_measure
+from shared.lab.chapters.ch13_dashboard import Dashboard, render_dashboard, spark
+from shared.lab.chapters.ch13_load import Load, Sample, parse_sample
 from shared.lab.evidence import evidence
 from tests.server.conftest import serve  # noqa: F401, the fixture
 from tests.server.served import NAME, scripted, wait_for
@@ -22,8 +26,8 @@ def plain(markup: str) -> str:
 
 @pytest.fixture
 def served(serve, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(ch13_dashboard, "QUESTIONS", ("ab", "abc"))
-    monkeypatch.setattr(ch13_dashboard, "PERIOD", 0.05)
+    monkeypatch.setattr(ch13_load, "QUESTIONS", ("ab", "abc"))
+    monkeypatch.setattr(ch13_load, "PERIOD", 0.05)
     return serve(scripted(*"abcdefgh" * 8, seconds=0.005, max_num_seqs=2))
 
 
@@ -33,10 +37,10 @@ def served(serve, monkeypatch):  # noqa: F811
 def test_the_state_is_told_in_words_and_numbers():
     later = Sample(2.5, 2, 0, 26, 32, 110, 3, 1, 8, 3.0, 96, 4.8)
     told = plain(render_dashboard([START, later], 1))
-    assert "After 2.5 s: 2 run, 0 wait, 3 answers have ended, 1 were left by their client." in told
+    assert "After 2.5 s: 2 running, 0 waiting, 3 ended, 1 left by their client." in told
     assert "blocks in use 6 of 32" in told and "tokens a second 50" in told
     assert "mean time to first token 250 ms" in told and "mean gap between tokens 50 ms" in told
-    assert "4 run, 3 wait" in plain(render_dashboard([START, later], 0))
+    assert "4 running, 3 waiting" in plain(render_dashboard([START, later], 0))
 
 
 def test_nothing_yet_and_nothing_new_are_said():
@@ -91,6 +95,57 @@ def test_who_looks_back_is_not_pulled_forward():
     assert board.index == 4
 
 
+def test_a_second_start_goes_on_where_the_first_stopped(served):
+    board = Dashboard(lambda: served.server.address, NAME)
+    for _ in range(2):
+        known = len(board.samples)
+        board.start_button.click()
+        assert wait_for(lambda: len(board.samples) > known + 3, 20)  # noqa: B023
+        board.stop_button.click()
+        assert (board.samples[-1].running_now, board.samples[-1].waiting_now) == (0, 0)
+    times, tokens = ([getattr(sample, name) for sample in board.samples] for name in ("seconds", "tokens"))
+    assert times == sorted(times) and tokens == sorted(tokens) and len(set(times)) == len(times)
+
+
+def test_a_server_that_ends_under_load_is_said_and_a_new_one_begins_anew(served, serve):  # noqa: F811
+    address = served.server.address
+    board = Dashboard(lambda: address, NAME)
+    board.start_button.click()
+    assert wait_for(lambda: len(board.samples) > 2, 20)
+    served.server.stop()
+    assert wait_for(lambda: board.load is None, 20)
+    assert "does not answer any more" in board.fields.error.value and "No client is asking" in board.frame.value
+    assert board.stop_button.disabled
+    address = serve(scripted(*"ab", max_num_seqs=2)).server.address
+    board.start_button.click()
+    assert board.fields.error.value == "" and wait_for(lambda: board.samples, 20)
+    board.stop_button.click()
+    assert board.samples[0].tokens < 50
+
+
+def test_a_server_that_cannot_start_and_one_that_refuses_are_said(served):
+    def broken() -> str:
+        raise EngineError("the port is taken")
+
+    board = Dashboard(broken, NAME)
+    board.start_button.click()
+    assert "The server did not start. EngineError: the port is taken" in board.fields.error.value
+    assert board.load is None and board.stop_button.disabled
+    board = Dashboard(lambda: served.server.address, "another model")
+    board.start_button.click()
+    assert wait_for(lambda: "404: there is no model" in board.frame.value, 20)
+    board.stop_button.click()
+
+
+def test_a_client_that_waits_in_vain_is_left_alone(monkeypatch):
+    monkeypatch.setattr(ch13_load, "PATIENCE", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and never answers
+        load = Load(f"http://127.0.0.1:{silent.getsockname()[1]}", NAME, 2, 4, 0)
+        started = time.monotonic()
+        load.stop()
+        assert time.monotonic() - started < 5
+
+
 def test_a_sample_is_what_the_server_says(served):
     served.chat(max_tokens=5)
     sample = parse_sample(served.get("/metrics")[1], 1.0)
@@ -115,11 +170,12 @@ def test_steps_of_the_exercise_are_those_an_engine_reports():
     assert len(ch13.steps_of(["a" * 9], ["stop"], lambda step: step % 3 == 2)) == 3
 
 
-def test_the_whole_engine_names_every_file_once():
-    told = plain(ch13.whole_engine()).replace(",", " ").split()
-    up_to_here = [name for name, chapter in ch13.ch00.CHAPTERS.items() if chapter <= "13"]
-    assert sorted(word for word in told if word in up_to_here and word != "engine") == sorted(
-        set(up_to_here) - {"engine"})
+def test_the_whole_engine_names_every_file_once_and_says_what_it_is():
+    markup = ch13.whole_engine()
+    named = [plain(name) for name in re.findall(r"<strong><code.*?</strong>", markup)]
+    assert sorted(named) == sorted(name for name, chapter in ch13.ch00.CHAPTERS.items() if chapter <= "13")
+    assert "scheduler Who runs next, and how many tokens of it." in plain(markup)
+    assert "llm LLM : a model, its engine, and a call" in plain(markup)
 
 
 def test_a_chunk_is_timed():

@@ -11,7 +11,7 @@ from typing import Any
 
 from shared.lab import Check, Question, call, expect, fail
 from shared.lab.chapters import ch00
-from shared.lab.markup import Html, join, mono, table
+from shared.lab.markup import Html, join, mono, rich, strong, table, tag
 
 # Exercise 13.1: events from bytes
 
@@ -20,6 +20,7 @@ STREAMS = {
     "characters of several bytes": [{"text": "日本"}, {"text": "👍"}, {"text": "é"}],
     "a line separator inside a string": [{"text": "a\u2028b"}, {"text": "c\x85d"}],
     "an escaped blank line inside a string": [{"text": "a\n\nb"}, {"text": "data: x"}],
+    "an answer that says [DONE]": [{"text": "[DONE]"}, {"text": "data: [DONE]"}],
     "no event at all": [],
 }
 
@@ -33,18 +34,39 @@ def wire(events: Iterable[dict], done: bool = True) -> bytes:
 def judge_parse_events(fn: Callable) -> None:
     for case, events in STREAMS.items():
         data = wire(events)
-        expect(fn, ([data],), (events, True), case=f"{case}, in one piece")
-        expect(fn, ([data[i : i + 1] for i in range(len(data))],), (events, True), case=f"{case}, byte by byte")
+        _expect_events(fn, [data], events, True, f"{case}, in one piece")
+        _expect_events(fn, [data[i : i + 1] for i in range(len(data))], events, True, f"{case}, byte by byte")
     draw = random.Random(13)
     events = [{"text": draw.choice(["日本", "a", "é ", "\n\n"]), "n": i} for i in range(30)]
     data = wire(events)
     for _ in range(20):
         borders = sorted(draw.sample(range(len(data)), 9))
         pieces = [data[a:b] for a, b in zip([0, *borders], [*borders, len(data)])]
-        expect(fn, (pieces,), (events, True), case="thirty events cut at random")
+        _expect_events(fn, pieces, events, True, "thirty events cut at random")
     cut = wire(events[:3], done=False)
-    expect(fn, ([cut],), (events[:3], False), case="a stream that ends without [DONE]")
-    expect(fn, ([cut, b'data: {"text": "ha'],), (events[:3], False), case="a stream that ends inside an event")
+    _expect_events(fn, [cut], events[:3], False, "a stream that ends without [DONE]")
+    _expect_events(fn, [wire([{"text": "[DONE]"}], done=False)], [{"text": "[DONE]"}], False,
+                   "an answer that says [DONE], and then the connection ends")
+    _expect_events(fn, [cut, b'data: {"text": "ha'], events[:3], False, "a stream that ends inside an event")
+    _expect_events(fn, [cut, b'data: {"text": "ha"}'], events[:3], False, "a stream that ends before a blank line")
+
+
+def _expect_events(fn: Callable, pieces: list[bytes], events: list[dict], done: bool, case: str) -> None:
+    right, found = (events, done), _parse_mistakes(pieces, events)
+    mistakes = {words: value for words, value in found.items() if value != right}
+    expect(fn, (pieces,), right, case=case, mistakes=mistakes)
+
+
+def _parse_mistakes(pieces: Sequence[bytes], events: list[dict]) -> dict[str, tuple[list[dict], bool]]:
+    """What comes of plausible mistakes, by the words that name them."""
+    in_one = [event for piece in pieces for event in piece.split(b"\n\n")[:-1]]
+    whole = [json.loads(event[6:]) for event in in_one if event.startswith(b"data: {") and event.endswith(b"}")]
+    rest = b"".join(pieces).rpartition(b"\n\n")[2]
+    found = {"`data: [DONE]` never came as an event of its own": (events, True), "`data: [DONE]` came": (events, False),
+             "events that the border of a piece cuts are missing": (whole, b"data: [DONE]" in in_one)}  # fmt: skip
+    if rest.endswith(b"}"):
+        found["the last event has no blank line after it, so it never ended"] = ([*events, json.loads(rest[6:])], False)
+    return found
 
 
 # Exercise 13.2: the loop of the thread
@@ -119,7 +141,17 @@ def judge_run(fn: Callable) -> None:
         inbox = ScriptedInbox(engine, commands(items), commands(later))
         call(fn, engine, inbox, case=f"Case {case!r}:")
         if engine.log != want:
-            fail(f"Case {case!r}: your loop did {engine.log}; expected {want}.")
+            fail(f"Case {case!r}: your loop did {engine.log}; {_loop_fault(engine.log, want)}. Expected {want}.")
+
+
+def _loop_fault(log: Sequence[str], want: Sequence[str]) -> str:
+    """What the first difference between two logs means."""
+    place = next((i for i, pair in enumerate(zip(log, want)) if pair[0] != pair[1]), min(len(log), len(want)))
+    if place == len(log):
+        return f"it ended before {want[place]!r}, though a request was unfinished or a command had come"
+    if place < len(want) and want[place].startswith("add"):
+        return f"it ran {log[place]!r} while {want[place]!r} was waiting in the inbox"
+    return f"it did {log[place]!r} where nothing of the kind was due"
 
 
 LOOPS: dict[str, tuple[dict[int, str], str, str, list[str]]] = {  # commands by name; "." is None
@@ -189,11 +221,21 @@ CHECKS = {"13.1": Check(judge_parse_events), "13.2": Check(judge_run), "13.b": C
 
 
 def whole_engine() -> Html:
-    """Every file up to this chapter, by the chapter that built it: what decides, and what computes."""
+    """Every file up to this chapter, by the chapter that built it: what decides, what computes, and what each is."""
     chapters = sorted({chapter for chapter in ch00.CHAPTERS.values() if chapter <= "13"})
-    planes = [[join(map(mono, files_of(chapter, control)), ", ") for control in (True, False)] for chapter in chapters]
-    rows = [[chapter, *plane] for chapter, plane in zip(chapters, planes)]
+    rows = [[chapter, *(described(files_of(chapter, control)) for control in (True, False))] for chapter in chapters]
     return table(["chapter", "control plane: decides", "data plane: computes"], rows)
+
+
+def described(files: Sequence[str]) -> Html:
+    """Each file on a line of its own, with the first sentence of what it says about itself."""
+    return join([tag("div", join([strong(mono(name)), " ", rich(sentence(name))])) for name in files])
+
+
+def sentence(name: str) -> str:
+    """The first sentence of a file's docstring; a colon in a command is no end."""
+    line = ch00.first_line(ch00.RUNTIME / f"{name}.py")
+    return line.partition(". ")[0].rstrip(".") + "."
 
 
 def files_of(chapter: str, control: bool) -> list[str]:

@@ -2,68 +2,24 @@
 
 from __future__ import annotations
 
-import http.client
-import json
-import random
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import ipywidgets as widgets
-from prometheus_client.parser import text_string_to_metric_families
 
 from shared.lab import Slider, show
+from shared.lab.chapters.ch13_load import Load, Sample, Watch
 from shared.lab.evidence import evidence, save_evidence
-from shared.lab.form import Form
+from shared.lab.form import Form, explain
 from shared.lab.markup import Html, bar, join, mono, note, panel, strong, table, tag
 from shared.lab.widgets import FOCUS_STYLE, button
 
-PERIOD = 0.5  # seconds between two looks at /metrics
 LEVELS = "▁▂▃▄▅▆▇█"
 HISTORY = 40
 LEGEND = ("Rates and means are over the last two seconds, from differences of counters, as Prometheus computes them. "
-          "A – means that nothing happened in them.")  # fmt: skip
-QUESTIONS = ("List three primary colors.", "What is the capital of France?", "Write one sentence about the sea.",
-             "Name a fruit.", "Is fire hot?")  # fmt: skip
-
-
-# What the server says
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One look at /metrics: counts since the server started, except those that say `now`."""
-
-    seconds: float
-    running_now: int
-    waiting_now: int
-    free_blocks_now: int
-    num_blocks: int
-    tokens: int
-    ended: int  # answers that ended by themselves
-    aborted: int
-    first_tokens: int
-    first_token_seconds: float  # the sum over all of them
-    gaps: int
-    gap_seconds: float
-
-
-def parse_sample(text: str, seconds: float) -> Sample:
-    """A Sample of what /metrics answered."""
-    found = {sample.name.removeprefix("zte:") + "".join(sample.labels.get("finished_reason", "")): sample.value
-             for family in text_string_to_metric_families(text) for sample in family.samples
-             if "le" not in sample.labels}  # fmt: skip
-    ended = {name: value for name, value in found.items() if name.startswith("request_success_total")}
-    aborted = ended.pop("request_success_totalabort", 0)
-    counts = [found[name] for name in ("num_requests_running", "num_requests_waiting", "num_free_blocks", "num_blocks",
-                                       "generation_tokens_total")]  # fmt: skip
-    first, gap = "time_to_first_token_seconds", "inter_token_latency_seconds"
-    return Sample(seconds, *map(int, counts), int(sum(ended.values())), int(aborted), int(found[f"{first}_count"]),
-                  found[f"{first}_sum"], int(found[f"{gap}_count"]), found[f"{gap}_sum"])  # fmt: skip
+          "A – means that nothing happened in them. Time stands still while nobody looks.")  # fmt: skip
 
 
 # The drawing
@@ -76,8 +32,8 @@ def render_dashboard(samples: Sequence[Sample], index: int) -> Html:
     seen = samples[: index + 1]
     now, before = seen[-1], seen[max(0, len(seen) - 5)]
     used = now.num_blocks - now.free_blocks_now
-    words = (f"After {now.seconds:.1f} s: {now.running_now} run, {now.waiting_now} wait, "
-             f"{now.ended} answers have ended, {now.aborted} were left by their client.")  # fmt: skip
+    words = (f"After {now.seconds:.1f} s: {now.running_now} running, {now.waiting_now} waiting, {now.ended} ended, "
+             f"{now.aborted} left by their client.")
     rows = [
         ["answers that run", now.running_now, spark([s.running_now for s in seen])],
         ["answers that wait", now.waiting_now, spark([s.waiting_now for s in seen])],
@@ -113,80 +69,6 @@ def spark(values: Sequence[float]) -> Html:
     return tag("span", mono(drawn), role="img", aria_label=f"from 0 to {top:.0f}")
 
 
-# The load
-
-
-def read_stream(address: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The events of one streamed chat. Closing the iterator closes the connection."""
-    client = http.client.HTTPConnection(address.removeprefix("http://"), timeout=60)
-    try:
-        client.request("POST", "/v1/chat/completions", json.dumps({**body, "stream": True}),
-                       {"Content-Type": "application/json"})  # fmt: skip
-        for line in client.getresponse():
-            if line.startswith(b"data: {"):
-                yield json.loads(line[6:])
-    finally:
-        client.close()
-
-
-class Load:
-    """Clients that ask, read, sometimes leave, and ask again; each in a thread, until `stop`."""
-
-    def __init__(self, address: str, model: str, clients: int, max_tokens: int, leave_percent: int, seed: int = 0):
-        self.address, self.model, self.max_tokens, self.leave_percent = address, model, max_tokens, leave_percent
-        self.over = threading.Event()
-        self.threads = [threading.Thread(target=self._ask_on, args=(random.Random(seed * 1000 + i),), daemon=True)
-                        for i in range(clients)]  # fmt: skip
-        for thread in self.threads:
-            thread.start()
-
-    def _ask_on(self, draw: random.Random) -> None:
-        while not self.over.is_set():
-            with suppress(OSError, http.client.HTTPException):
-                self._ask(draw)
-            self.over.wait(draw.uniform(0.0, 0.3))
-
-    def _ask(self, draw: random.Random) -> None:
-        message = {"role": "user", "content": draw.choice(QUESTIONS)}
-        body = {"model": self.model, "messages": [message], "max_tokens": self.max_tokens}
-        leaves = draw.randint(1, self.max_tokens) if draw.random() * 100 < self.leave_percent else None
-        for count, _ in enumerate(read_stream(self.address, body), 1):
-            if self.over.is_set() or count == leaves:
-                return
-
-    def stop(self) -> None:
-        self.over.set()
-        for thread in self.threads:
-            thread.join()
-
-
-class Watch:
-    """Looks at /metrics every half second, and tells `on_sample`."""
-
-    def __init__(self, address: str, on_sample: Any):
-        self.address, self.on_sample, self.over = address, on_sample, threading.Event()
-        self.started = time.perf_counter()
-        self.thread = threading.Thread(target=self._look_on, daemon=True)
-        self.thread.start()
-
-    def _look_on(self) -> None:
-        while not self.over.wait(PERIOD):
-            with suppress(OSError, http.client.HTTPException):
-                self.on_sample(parse_sample(self._metrics(), time.perf_counter() - self.started))
-
-    def _metrics(self) -> str:
-        client = http.client.HTTPConnection(self.address.removeprefix("http://"), timeout=5)
-        try:
-            client.request("GET", "/metrics")
-            return client.getresponse().read().decode()
-        finally:
-            client.close()
-
-    def stop(self) -> None:
-        self.over.set()
-        self.thread.join()
-
-
 # The widget
 
 
@@ -199,7 +81,7 @@ class Dashboard:
     def __init__(self, address: Callable[[], str], model: str):
         self.address, self.model = address, model
         self.samples: list[Sample] = []
-        self.index, self.load, self.watch = 0, None, None
+        self.index, self.load, self.watch, self.seen_address = 0, None, None, ""
         self.fields = Form([
             Slider("clients", "Clients", 8, 1, 16),
             Slider("max_tokens", "Tokens an answer", 24, 4, 64),
@@ -222,18 +104,37 @@ class Dashboard:
         self.draw()
 
     def start(self) -> None:
-        """A new load with the values of the sliders; the samples go on."""
+        """A new load with the values of the sliders; the samples go on, unless it is another server."""
         self.stop()
-        address = self.address()
+        try:
+            address = self.address()
+        except Exception as wrong:
+            self.fields.complain(f"The server did not start. {explain(wrong)}")
+            return
+        if address != self.seen_address:
+            self.samples, self.index, self.seen_address = [], 0, address
+        since = self.samples[-1].seconds if self.samples else 0.0
         self.load = Load(address, self.model, **self.fields.values())
-        self.watch = Watch(address, self.add)
+        self.watch = Watch(address, self.add, self.lose, since)
         self.draw()
 
     def stop(self) -> None:
-        for part in (self.load, self.watch):
-            if part is not None:
-                part.stop()
-        self.load = self.watch = None
+        """End the clients, and look on until their answers have left the engine."""
+        self.fields.complain("")
+        load, watch, self.load, self.watch = self.load, self.watch, None, None
+        if load is not None:
+            load.stop()
+        if watch is not None:
+            watch.stop()
+            watch.look_until_quiet()
+        self.draw()
+
+    def lose(self, words: str) -> None:
+        """On the thread of the watch: the server has gone, so nobody asks any more."""
+        load, self.load, self.watch = self.load, None, None
+        if load is not None:
+            load.over.set()
+            self.fields.complain(words)
         self.draw()
 
     def reset(self) -> None:
@@ -255,8 +156,11 @@ class Dashboard:
         last = len(self.samples) - 1
         self.stop_button.disabled = self.load is None
         self.back_button.disabled, self.step_button.disabled = self.index == 0, self.index >= last
+        self.latest_button.disabled = self.step_button.disabled
         place = f"Sample {self.index + 1} of {last + 1}. " if self.samples else ""
         state = "The clients are asking." if self.load else "No client is asking."
+        if self.load and self.load.refused:
+            state += f" The server refused one of them, {self.load.refused}."
         self.frame.value = panel(note(place + state), render_dashboard(self.samples, self.index), note(LEGEND))
 
     def show(self) -> None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from shared.lab.chapters.ch13_dashboard import QUESTIONS, read_stream
+from shared.lab.chapters.ch13_load import QUESTIONS, read_stream
 from shared.lab.machine import Measurement
 from shared.llm import LLM
 from shared.openai_response import ChatDelta, Choice, GenerationResponse

@@ -33,6 +33,30 @@ def reads_the_rest_as_an_event(pieces):
     return [json.loads(event) for event in events if event != b"[DONE]"], b"[DONE]" in events
 
 
+def whole_events_of_each_piece(pieces):
+    texts = [event[6:].decode() for piece in pieces for event in piece.split(b"\n\n")[:-1]]
+    texts = [text for text in texts if text == "[DONE]" or (text.startswith("{") and text.endswith("}"))]
+    return [json.loads(text) for text in texts if text != "[DONE]"], "[DONE]" in texts
+
+
+def done_anywhere(pieces):
+    *events, _ = b"".join(pieces).split(b"\n\n")
+    texts = [event.removeprefix(b"data: ").decode() for event in events]
+    return [json.loads(text) for text in texts if text != "[DONE]"], b"[DONE]" in b"".join(pieces)
+
+
+def whatever_can_be_parsed(pieces):
+    events, complete = [], False
+    for event in b"".join(pieces).split(b"\n\n"):
+        text = event.removeprefix(b"data: ").decode()
+        complete = complete or text == "[DONE]"
+        try:
+            events += [] if text == "[DONE]" else [json.loads(text)]
+        except ValueError:
+            pass
+    return events, complete
+
+
 def steps_without_end(engine, inbox):
     stopping = False
     while not stopping or engine.has_unfinished_requests():
@@ -139,10 +163,14 @@ WRONG_ANSWERS = {
         (each_piece_is_text, "byte by byte"), (each_piece_is_an_event, "byte by byte"),
         (any_line_border, "a line separator inside"), (always_complete, "without [DONE]"),
         (reads_the_rest_as_an_event, "inside an event"),
+        (whole_events_of_each_piece, "events that the border of a piece cuts are missing"),
+        (done_anywhere, "never came as an event of its own"),
+        (whatever_can_be_parsed, "no blank line after it, so it never ended"),
     ],
     "13.2": [
         (steps_without_end, "no request is unfinished"), (asks_again_and_again, "should sleep"),
-        (always_waits, "your loop did"), (one_command_a_step, "your loop did"), (leaves_at_once, "your loop did"),
+        (always_waits, "it ran 'step 0: a' while 'add b' was waiting in the inbox"),
+        (one_command_a_step, "while 'add b' was waiting"), (leaves_at_once, "it ended before 'step 0: a'"),
     ],
     "13.b": [
         (ends_again_and_again, "times"), (empty_string_for_none, "it is None"),
