@@ -13,6 +13,7 @@ from typing import Any
 from shared.engine import Engine
 from shared.errors import EngineError, InvalidRequestError
 from shared.output import CompletionOutput, RequestOutput
+from shared.processor import check_arguments
 from shared.sampling_params import SamplingParams, check_integer
 
 
@@ -34,7 +35,7 @@ class RequestOutputCollector:
     An output holds the whole answer so far. So a slow reader loses no text, costs no memory and stalls nobody.
     """
 
-    def __init__(self, request_id: str, num_answers: int, abort: Callable[[str], None]):
+    def __init__(self, request_id: str, num_answers: int, abort: Callable[[RequestOutputCollector], None]):
         self.request_id, self.num_answers, self.finished = request_id, num_answers, False
         self.loop = asyncio.get_running_loop()
         self.accepted = self.loop.create_future()
@@ -76,7 +77,7 @@ class RequestOutputCollector:
     def close(self) -> None:
         """Abort the request unless its last output was read. At any time, as often as you like."""
         if not self.finished:
-            self._abort(self.request_id)
+            self._abort(self)
 
 
 class Mailboxes:
@@ -90,7 +91,8 @@ class Mailboxes:
         return sum(collector.num_answers for collector in list(self.open.values()))
 
     def deliver(self, outputs: Sequence[RequestOutput]) -> None:
-        """Put each output into its mailbox; a finished request is forgotten."""
+        """Put each output into its mailbox; a finished request is forgotten. Some have none: the engine had them."""
+        outputs = [output for output in outputs if output.request_id in self.open]
         collectors = [self.open[output.request_id] for output in outputs]
         for collector, output in zip(collectors, outputs):
             collector.put(output)
@@ -145,9 +147,11 @@ class EngineThread:
         try:
             while self._obey():
                 self._deliver(self.engine.step())
+                if (failure := getattr(self.engine.runner, "failure", None)) is not None:
+                    raise EngineError(failure)
             for request_id in list(self.mailboxes.open):
                 self._abort(request_id)
-        except Exception as error:
+        except BaseException as error:  # whatever it is, nobody may wait for ever
             with self._lock:
                 self.error = EngineDeadError(f"the engine stopped: {type(error).__name__}: {error}")
             self.mailboxes.close(self.error)
@@ -176,9 +180,6 @@ class EngineThread:
         output = self.engine.abort(request_id)
         self._deliver([] if output is None else [output])
 
-    def _stop_at(self, deadline: float) -> None:
-        self._deadline = deadline
-
     def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
         for output in outputs:
             self.on_output(output)
@@ -203,12 +204,10 @@ class AsyncEngine(EngineThread):
         self, request_id: str, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None,
         priority: int = 0, cache_salt: str = "",
     ) -> RequestOutputCollector:
-        """Hand a request to the engine; iterate over what this returns for its outputs.
-
-        Raises InvalidRequestError, QueueFullError, EngineStoppedError or EngineDeadError.
-        """
+        """Hand a request to the engine; iterate over what this returns for its outputs. Raises EngineErrors."""
         params = SamplingParams() if sampling_params is None else sampling_params
-        collector = RequestOutputCollector(request_id, params.n, self.abort)
+        check_arguments(request_id, prompt, params, priority, cache_salt)
+        collector = RequestOutputCollector(request_id, params.n, self._close)
         with self._lock:
             self._check_room(request_id, params.n)
             self.mailboxes.open[request_id] = collector
@@ -225,11 +224,16 @@ class AsyncEngine(EngineThread):
         """End a request in whatever state it is; from any thread. Unknown ids are ignored."""
         self._inbox.put(partial(self._abort, request_id))
 
+    def _close(self, collector: RequestOutputCollector) -> None:
+        """Abort a collector's request, and not another one that has its name since it ended."""
+        if self.mailboxes.open.get(collector.request_id) is collector:
+            self.abort(collector.request_id)
+
     def shutdown(self, timeout: float = 1.0) -> None:
         """Take nothing new, let what runs finish within `timeout` seconds, abort the rest, end the thread."""
         with self._lock:
             self.error = self.error or EngineStoppedError("the engine is shutting down")
-            self._inbox.put(partial(self._stop_at, self.engine.clock() + timeout))
+            self._inbox.put(partial(setattr, self, "_deadline", self.engine.clock() + timeout))
         self._thread.join()
 
     def _check_room(self, request_id: str, num_answers: int) -> None:

@@ -33,6 +33,8 @@ class BlockManager:
         return max(0, self.blocks_for(num_tokens) - len(request.block_table) - len(computed))
 
     def allocate_slots(self, request: Request, num_tokens: int, computed: Sequence[int] = ()) -> bool:
+        if num_tokens <= len(request.block_table) * self.block_size:
+            return True  # the last block has room: so it is in most steps
         if self.num_new_blocks(request, num_tokens, computed) > self.num_free_blocks:
             return False
         for block in computed:
@@ -44,9 +46,8 @@ class BlockManager:
 
     def free(self, request: Request) -> None:
         """Return the blocks, the last first, so that the beginning of a request is overwritten latest."""
-        for block in reversed(request.block_table):
-            self.give_back(block)
-        request.block_table.clear()
+        while request.block_table:
+            self.give_back(request.block_table.pop())
 
     def take(self) -> int:
         """The free block that has been free the longest."""

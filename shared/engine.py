@@ -15,14 +15,14 @@ from shared.processor import InputProcessor, OutputProcessor, TextCodec
 from shared.request import Request, RequestLimits
 from shared.sampling import SampledToken, Sampler, SamplingState, top_logprobs
 from shared.sampling_params import SamplingParams
-from shared.scheduler import ScheduledRequest, Scheduler
+from shared.scheduler import ScheduledRequest, Scheduler, SchedulerOutput
 from shared.trace import Trace
 
 Choose = Callable[[Tensor, Sequence[SamplingState]], list[SampledToken]]
 
 
 class Runner(Protocol):
-    """What the engine needs of the data plane. One that holds processes has shutdown() as well."""
+    """What the engine needs of the data plane. One that holds processes has shutdown() and `failure` as well."""
 
     def execute(self, scheduled: Sequence[ScheduledRequest], block_size: int) -> Tensor: ...
 
@@ -39,12 +39,11 @@ def execute(
     for item, count, end in zip(scheduled, counts, ends):
         if item.request.sampling_params.prompt_logprobs is not None:
             record_prompt_logprobs(item, logits[end - count : end])
-    last_rows = [end - 1 for item, end in zip(scheduled, ends) if item.samples]
-    requests = [item.request for item in scheduled if item.samples]
-    if not requests:
+    last_rows = {item.request: end - 1 for item, end in zip(scheduled, ends) if item.samples}
+    if not last_rows:
         return {}
-    tokens = sampler(logits if len(last_rows) == len(logits) else logits[last_rows], requests)
-    return dict(zip(requests, tokens))
+    tokens = sampler(logits if len(last_rows) == len(logits) else logits[[*last_rows.values()]], [*last_rows])
+    return dict(zip(last_rows, tokens, strict=True))
 
 
 def record_prompt_logprobs(item: ScheduledRequest, logits: Tensor) -> None:
@@ -82,7 +81,7 @@ class EngineCore:
         try:
             sampled = execute(self.runner, self.sampler, output.scheduled, self.scheduler.allocator.block_size)
         except Exception as error:
-            sampled, touched = {}, [item.request for item in output.scheduled]
+            sampled, touched = {}, self.doomed(output)
             for request in touched:
                 self.finish(request, "error", error)
         else:
@@ -95,8 +94,16 @@ class EngineCore:
             self.trace.record(self.scheduler, output, tokens, touched, self.clock() - started)
         return touched
 
+    def doomed(self, output: SchedulerOutput) -> list[Request]:
+        """Who ends with a step that failed: those in it, or all if the runner has failed for good."""
+        if getattr(self.runner, "failure", None) is not None:
+            return [*self.scheduler.running, *self.scheduler.waiting]
+        return [item.request for item in output.scheduled]
+
     def add_token(self, request: Request, token: SampledToken) -> None:
         """If the text of one answer fails, that answer ends with the error; the others go on."""
+        if request.finished:
+            return  # aborted while the step ran
         try:
             reason = self.outputs.add_token(request, token)
         except Exception as error:
@@ -106,8 +113,9 @@ class EngineCore:
                 self.finish(request, reason)
 
     def finish(self, request: Request, reason: str, error: Exception | None = None) -> None:
-        self.scheduler.finish(request, reason)
-        self.outputs.finish(request, error)
+        if not request.finished:  # a request ends once: within a step, it may have been aborted before
+            self.scheduler.finish(request, reason)
+            self.outputs.finish(request, error)
 
 
 class Engine(EngineCore):
@@ -131,9 +139,13 @@ class Engine(EngineCore):
             raise InvalidRequestError("request_id", request_id, "a new, non-empty string")
         params = SamplingParams() if sampling_params is None else sampling_params
         group = self.inputs.process(request_id, prompt, params, priority, cache_salt)
-        for answer in group.answers:
-            self.scheduler.add(answer.request)
         self.outputs.add(group)
+        try:
+            for answer in group.answers:
+                self.scheduler.add(answer.request)
+        except BaseException:
+            self.abort(request_id)
+            raise
 
     def step(self) -> list[RequestOutput]:
         """Run one step; returns the requests that gained a token or ended.
@@ -147,10 +159,10 @@ class Engine(EngineCore):
         """End a request in whatever state it is; its blocks are free at once. Unknown ids are ignored."""
         if request_id not in self.groups:
             return None
-        unfinished = [answer.request for answer in self.groups[request_id].answers if not answer.request.finished]
-        for request in unfinished:
+        requests = [answer.request for answer in self.groups[request_id].answers]
+        for request in requests:
             self.finish(request, "abort")
-        return self.outputs.report(unfinished)[0]
+        return self.outputs.report(requests)[0]
 
     @property
     def groups(self) -> dict[str, RequestGroup]:

@@ -116,6 +116,7 @@ class OtherRanks(Protocol):
     """Rank 0's hold on the processes of the other ranks."""
 
     group: DistributedGroup
+    failure: str | None  # once set, nothing runs any more
 
     def check(self) -> None:
         """Raise EngineError if one of them has ended."""
@@ -135,6 +136,8 @@ class TensorParallelRunner:
         self.runner, self.ranks, self.threads = runner, ranks, threads
         self.model, self.cache = runner.model, runner.cache
         self.shutdown = weakref.finalize(self, ranks.close)  # also when nobody holds it any more, and at exit
+
+    failure = property(lambda self: self.ranks.failure)
 
     @torch.inference_mode()
     def execute(self, scheduled: Sequence[ScheduledRequest], block_size: int) -> Tensor:

@@ -1,6 +1,7 @@
 """`LLM`: a model, its engine, and a call that answers a list of prompts."""
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,36 +25,39 @@ class GenerationError(EngineError):
 
 
 class OutputStreams:
-    """Steps an engine for several callers at once: what others report waits until they ask."""
+    """Steps an engine for several callers at once, of any thread: what others report waits until they ask."""
 
     def __init__(self, engine: Engine):
-        self.engine = engine
+        self.engine, self._lock = engine, threading.RLock()
         self._count = 0
         self._ready: dict[str, list[RequestOutput]] = {}  # outputs that their caller has not taken yet
 
+    @classmethod
+    def of(cls, engine: Engine) -> OutputStreams:
+        """One for each engine: all who step it must share it."""
+        return vars(engine).setdefault("streams", cls(engine))
+
     def add(self, prompt: Mapping[str, Any], params: SamplingParams | None) -> str:
         """Queue a prompt; returns its id. Raises InvalidRequestError if it is refused."""
-        name, self._count = str(self._count), self._count + 1
-        self.engine.add_request(name, prompt["prompt"], params, cache_salt=prompt["cache_salt"])
-        self._ready[name] = []
-        return name
-
-    def is_expecting(self, names: Sequence[str]) -> bool:
-        """Whether one of these requests may still report; not if it was aborted on the engine itself."""
-        return any(name in self.engine.groups or self._ready[name] for name in names)
+        with self._lock:
+            while (name := str(self._count)) in self.engine.groups:
+                self._count += 1  # somebody has used it on the engine itself
+            self.engine.add_request(name, prompt["prompt"], params, cache_salt=prompt["cache_salt"])
+            self._ready[name], self._count = [], self._count + 1
+            return name
 
     def take(self, names: Sequence[str]) -> list[RequestOutput]:
-        """Step until one of these requests has something to report."""
-        while self.is_expecting(names) and not any(self._ready[name] for name in names):
-            for output in self.engine.step():
-                if output.request_id in self._ready:
-                    self._ready[output.request_id].append(output)
-        taken = [output for name in names for output in self._ready[name]]
-        for output in taken:
-            if output.finished:
-                del self._ready[output.request_id]
-            else:
-                self._ready[output.request_id].clear()
+        """Step until one of these requests has something to report; nothing if all were aborted on the engine."""
+        taken: list[RequestOutput] = []
+        while not taken:
+            with self._lock:
+                taken = [output for name in names for output in self._ready.pop(name, ())]
+                if not taken and not any(name in self.engine.groups for name in names):
+                    break
+                self._ready |= {name: [] for name in names if name in self.engine.groups}
+                for output in () if taken else self.engine.step():
+                    if output.request_id in self._ready:
+                        self._ready[output.request_id].append(output)
         return taken
 
     def stream(
@@ -64,8 +68,8 @@ class OutputStreams:
         try:
             for prompt, options in zip(prompts, params):
                 names.append(self.add(prompt, options))
-            while self.is_expecting(names):
-                for output in self.take(names):
+            while outputs := self.take(names):
+                for output in outputs:
                     if output.finished:
                         names.remove(output.request_id)
                     yield output
@@ -75,8 +79,9 @@ class OutputStreams:
 
     def drop(self, name: str) -> None:
         """End a request that nobody waits for any more."""
-        self.engine.abort(name)
-        self._ready.pop(name, None)
+        with self._lock:
+            self.engine.abort(name)
+            self._ready.pop(name, None)
 
 
 class LLM:
@@ -98,7 +103,7 @@ class LLM:
 
     def _use(self, engine: Engine) -> None:
         self.engine, self.tokenizer, self.model = engine, engine.tokenizer, getattr(engine.runner, "model", None)
-        self._streams = OutputStreams(engine)
+        self._streams = OutputStreams.of(engine)
 
     def generate(
         self, prompts: Any, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None

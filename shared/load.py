@@ -2,10 +2,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import random
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -159,17 +161,18 @@ async def closed_loop(
 
 def engine_client(engine: AsyncEngine) -> Client:
     """Talks to an AsyncEngine in this process."""
-    numbers = itertools.count()
 
     async def client(request: SampleRequest) -> AsyncIterator[int]:
-        name, seen = f"bench-{next(numbers)}", 0
-        async for output in await engine.add_request(name, request.prompt_token_ids, request.sampling_params):
-            (answer,) = output.outputs
-            if answer.error is not None:
-                raise EngineError(answer.error)
-            if len(answer.token_ids) > seen:
-                yield len(answer.token_ids) - seen
-                seen = len(answer.token_ids)
+        seen, name = 0, uuid.uuid4().hex
+        outputs = await engine.add_request(name, request.prompt_token_ids, request.sampling_params)
+        with contextlib.closing(outputs):
+            async for output in outputs:
+                answer = output.outputs[0]
+                if answer.error is not None:
+                    raise EngineError(answer.error)
+                if answer.num_tokens > seen:
+                    yield answer.num_tokens - seen
+                    seen = answer.num_tokens
 
     return client
 
@@ -184,10 +187,8 @@ class HTTPClient:
         self.model = model
 
     async def __call__(self, request: SampleRequest) -> AsyncIterator[int]:
-        body = {
-            "model": self.model, "prompt": request.prompt_token_ids, "max_tokens": request.max_tokens,
-            "temperature": 0, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
-        }
+        body = {"model": self.model, "prompt": request.prompt_token_ids, "max_tokens": request.max_tokens,
+                "temperature": 0, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
         try:
             async with self.connection.stream("POST", "/v1/completions", json=body) as response:
                 if response.status_code != 200:

@@ -48,8 +48,8 @@ class EngineMetrics:
         seen = self._seen.setdefault(output.request_id, [(0, None, False)] * len(output.outputs))
         for answer, times in zip(output.outputs, output.metrics):
             count, last_token, ended = seen[answer.index]
-            if len(answer.token_ids) > count:
-                self.generation_tokens.inc(len(answer.token_ids) - count)
+            if answer.num_tokens > count:
+                self.generation_tokens.inc(answer.num_tokens - count)
                 if last_token is None:
                     self.prompt_tokens.inc(len(output.prompt_token_ids))
                     self.first.observe(times.first_token - times.arrival)
@@ -57,7 +57,7 @@ class EngineMetrics:
                     self.later.observe(times.last_token - last_token)
             if answer.finish_reason and not ended:
                 self.ended.labels(answer.finish_reason).inc()
-            seen[answer.index] = len(answer.token_ids), times.last_token, answer.finish_reason is not None
+            seen[answer.index] = answer.num_tokens, times.last_token, answer.finish_reason is not None
         if output.finished:
             del self._seen[output.request_id]
 

@@ -28,7 +28,7 @@ class Usage(BaseModel):
     @classmethod
     def of(cls, outputs: Sequence[RequestOutput]) -> Usage:
         prompt = sum(len(output.prompt_token_ids) for output in outputs)
-        completion = sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
+        completion = sum(answer.num_tokens for output in outputs for answer in output.outputs)
         cached = sum(output.num_cached_tokens for output in outputs)
         return cls(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion,
                    prompt_tokens_details={"cached_tokens": cached})  # fmt: skip
@@ -86,7 +86,7 @@ class Writer:
         """A chunk for each answer that has grown or ended since its last chunk; an ended one is written no more."""
         for answer in output.outputs:
             index = prompt_index * self.n + answer.index
-            grown = answer.new_text or (answer.logprobs and len(answer.token_ids) > self._tokens.get(index, 0))
+            grown = answer.new_text or (answer.logprobs and answer.num_tokens > self._tokens.get(index, 0))
             if index not in self._ended and (grown or answer.finish_reason):
                 if answer.finish_reason:
                     self._ended.add(index)
@@ -117,7 +117,7 @@ class Writer:
 
     def _advance(self, index: int, answer: CompletionOutput) -> int:
         """Tokens of this choice that were written before; those of `answer` count as written from now on."""
-        start, self._tokens[index] = self._tokens.get(index, 0), len(answer.token_ids)
+        start, self._tokens[index] = self._tokens.get(index, 0), answer.num_tokens
         return start
 
     def _response(self, kind: str, choices: list, usage: Usage | None = None) -> GenerationResponse:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 from shared.request import Request, RequestTimes
@@ -42,6 +43,9 @@ class OutputText:
         self.text, self.held = self.text + self.held, ""
 
     def _add(self, new: str, check_stop: bool) -> str | None:
+        if not self.stop:
+            self.text += new
+            return None
         known = len(self.held)
         self.held += new
         found = first_stop(self.held, self.stop, known) if check_stop else None
@@ -72,16 +76,29 @@ def held_length(text: str, stops: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One answer. `text` is everything so far, `new_text` what this step added to it."""
+    """One answer. `text` is everything so far, `new_text` what this step added to it.
+
+    The lists of the request only grow, so its first num_tokens tokens are copied when somebody asks for them:
+    a step costs the same however long the answer is.
+    """
 
     index: int
     text: str
     new_text: str
-    token_ids: list[int]
-    logprobs: list[dict[int, Logprob]] | None
+    num_tokens: int
     finish_reason: str | None  # stop, length, abort or error; None while it runs
     stop_reason: int | str | None
-    error: str | None = None
+    error: str | None
+    growing_token_ids: list[int] = field(repr=False, compare=False)
+    growing_logprobs: list[dict[int, Logprob]] | None = field(repr=False, compare=False)
+
+    @cached_property
+    def token_ids(self) -> list[int]:
+        return self.growing_token_ids[: self.num_tokens]
+
+    @cached_property
+    def logprobs(self) -> list[dict[int, Logprob]] | None:
+        return None if self.growing_logprobs is None else self.growing_logprobs[: self.num_tokens]
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -132,12 +149,12 @@ class Answer:
         return "stop"
 
     def completion(self, index: int) -> CompletionOutput:
-        request, start = self.request, self.num_shown
-        self.num_shown = len(self.text.text)
+        request, text, start = self.request, self.text.text, self.num_shown
+        self.num_shown = len(text)
         return CompletionOutput(
-            index, self.text.text, self.text.text[start:], list(request.output_token_ids),
-            None if request.sampling_params.logprobs is None else list(request.logprobs),
-            request.finish_reason, request.stop_reason, self.error,
+            index, text, text[start:], len(request.output_token_ids),
+            request.finish_reason, request.stop_reason, self.error, request.output_token_ids,
+            None if request.sampling_params.logprobs is None else request.logprobs,
         )
 
 
@@ -148,6 +165,7 @@ class RequestGroup:
     request_id: str
     prompt: str | None
     answers: list[Answer] = field(default_factory=list)
+    prompt_token_ids: list[int] | None = None  # a copy for the caller, who may change it
 
     @property
     def finished(self) -> bool:
@@ -156,9 +174,10 @@ class RequestGroup:
     def output(self) -> RequestOutput:
         requests = [answer.request for answer in self.answers]
         first = requests[0]
+        self.prompt_token_ids = self.prompt_token_ids or list(first.prompt_token_ids)
         return RequestOutput(
-            self.request_id, self.prompt, first.prompt_token_ids,
+            self.request_id, self.prompt, self.prompt_token_ids,
             None if first.sampling_params.prompt_logprobs is None else list(first.prompt_logprobs),
             [answer.completion(i) for i, answer in enumerate(self.answers)],
-            self.finished, first.num_cached_tokens, [request.times for request in requests],
+            self.finished, first.num_cached_tokens, [RequestTimes(**vars(request.times)) for request in requests],
         )

@@ -102,9 +102,8 @@ class PrefixCachingBlockManager(BlockPool):
     def cache_blocks(self, request: Request, start: int) -> None:
         """Publish the blocks that have become full and computed."""
         num_full = request.num_computed_tokens // self.block_size
-        hashes = self.hashes(request, num_full)
         for index in range(start // self.block_size, num_full):
-            self.publish(request.block_table[index], hashes[index])
+            self.publish(request.block_table[index], self.hashes(request, num_full)[index])
 
     def hashes(self, request: Request, num_blocks: int) -> list[bytes]:
         """The hashes of the request's full blocks, at least the first num_blocks; each is computed once."""

@@ -105,8 +105,12 @@ class OutputProcessor:
         answer.error = None if error is None else f"{type(error).__name__}: {error}"
 
     def report(self, touched: Sequence[Request]) -> list[RequestOutput]:
-        """One output for each caller's request among those that changed; finished ones are forgotten."""
-        groups = {id(group): group for group in (self.answers[request].group for request in touched)}
+        """One output for each caller's request among those that changed; finished ones are forgotten.
+
+        Those that are forgotten already were aborted within the step, and reported by that.
+        """
+        answers = (self.answers[request] for request in touched if request in self.answers)
+        groups = {id(group): group for group in (answer.group for answer in answers)}
         outputs = [group.output() for group in groups.values()]
         for output in outputs:
             if output.finished:

@@ -113,8 +113,9 @@ class Queues:
 
     def finish(self, request: Request, reason: str) -> None:
         """End a request in any state (stop, length, abort or error) and free what it holds."""
-        queue = self.running if request.status is RequestStatus.RUNNING else self.waiting
-        queue.remove(request)
+        for queue in (self.running, self.waiting):
+            if request in queue:
+                queue.remove(request)
         self.allocator.free(request)
         request.status, request.finish_reason = RequestStatus.FINISHED, reason
 
@@ -194,8 +195,9 @@ class Scheduler(Admission):
     def update(self, output: SchedulerOutput) -> None:
         """The step was computed: its tokens now have keys and values."""
         for item in output.scheduled:
-            item.request.num_computed_tokens += item.num_tokens
-            self.allocator.cache_blocks(item.request, item.start)
+            if not item.request.finished:  # it may have been aborted while the step ran
+                item.request.num_computed_tokens += item.num_tokens
+                self.allocator.cache_blocks(item.request, item.start)
 
     def check(self) -> None:
         """Assert the invariants between two steps."""

@@ -184,6 +184,150 @@ def test_after_an_interrupt_the_engine_can_also_go_on(place, at):
     assert all(output.outputs[0].token_ids == expected(name) for name, output in done.items())
 
 
+# Aborts within a step: by what the engine calls
+
+
+class Hook:
+    """Called from within a step; at one of the calls it aborts requests, twice each."""
+
+    def __init__(self, at: int, victims: list[str]):
+        self.at, self.victims, self.calls, self.engine = at, victims, 0, None
+
+    def __call__(self) -> None:
+        self.calls += 1
+        if self.calls == self.at:
+            for name in self.victims * 2:
+                self.engine.abort(name)
+
+
+def before(function, hook):
+    return lambda *arguments: (hook(), function(*arguments))[1]
+
+
+def hooked_engine(place: str, hook: Hook):
+    push = Fault(0)
+    engine = cached_engine(tiny(), num_blocks=40, max_num_seqs=4, tokenizer=FailingTokenizer(push, never()))
+    hook.engine = engine
+    if place == "trace":
+        engine.trace.record = before(engine.trace.record, hook)
+    elif place == "runner":
+        execute = engine.runner.execute
+        engine.runner.execute = lambda *arguments: (execute(*arguments), hook())[0]
+    elif place == "sampler":
+        engine.sampler = before(engine.sampler, hook)
+    else:
+        engine.tokenizer.push = hook
+    return engine
+
+
+@pytest.mark.parametrize("place", ["runner", "sampler", "push", "trace"])
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("victims", [["0"], ["2"], ["4"], sorted(PROMPTS)], ids=str)
+@pytest.mark.parametrize("at", [1, 2, 4, 9])
+def test_an_abort_within_a_step_ends_whom_it_names_and_no_other(place, n, victims, at):
+    hook = Hook(at, victims)
+    engine = hooked_engine(place, hook)
+    for name, prompt in PROMPTS.items():
+        engine.add_request(name, prompt, greedy(12, ignore_eos=True, n=n))
+    done = {}
+    while engine.has_unfinished_requests():
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+        engine.scheduler.check()
+    assert done.keys() | set(victims) == PROMPTS.keys()
+    for name, output in done.items():
+        assert all(answer.token_ids == expected(name) for answer in output.outputs)
+    assert free_blocks(engine) == 40 and not engine.scheduler.running and not engine.scheduler.waiting
+    assert not engine.outputs.answers
+
+
+def test_a_request_whose_last_report_was_lost_can_still_be_dropped():
+    """An interrupt between the last token and its report leaves a request that has ended, and is known."""
+    engine = cached_engine(tiny())
+    engine.add_request("r", random_prompt(5), greedy(1, ignore_eos=True))
+    report = engine.outputs.report
+    engine.outputs.report = before(report, Fault(1, KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    engine.outputs.report = report
+    assert engine.abort("r").outputs[0].finish_reason == "length" and not engine.has_unfinished_requests()
+
+
+def test_a_policy_that_fails_refuses_the_request_and_leaves_no_part_of_it():
+    engine = cached_engine(tiny())
+    fault = Fault(3)
+    engine.scheduler.policy = lambda request: fault()
+    with pytest.raises(RuntimeError, match="planted"):
+        engine.add_request("r", random_prompt(5), SamplingParams(n=5))
+    assert not engine.has_unfinished_requests() and not engine.scheduler.waiting and not engine.outputs.answers
+
+
+def test_a_sampler_that_forgets_a_row_is_an_error_not_a_wait_without_end():
+    engine = cached_engine(tiny(), sampler=lambda logits, states: Sampler()(logits, states)[:-1])
+    for name in "ab":
+        engine.add_request(name, random_prompt(5), greedy(3))
+    done = serve_all(engine)
+    assert all(output.outputs[0].finish_reason == "error" for output in done.values()) and len(done) == 2
+
+
+def serve_all(engine) -> dict:
+    done = {}
+    for _ in range(1000):
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+    assert not engine.has_unfinished_requests()
+    return done
+
+
+def test_a_runner_that_can_compute_nothing_any_more_ends_all_at_once():
+    engine = cached_engine(tiny(), max_num_seqs=2)
+    execute, steps = engine.runner.execute, []
+
+    def break_down(scheduled, block_size):
+        steps.append(len(scheduled))
+        if len(steps) < 3:
+            return execute(scheduled, block_size)
+        engine.runner.failure = "rank 1 has ended"
+        raise EngineError(engine.runner.failure)
+
+    engine.runner.execute = break_down
+    for name, prompt in PROMPTS.items():
+        engine.add_request(name, prompt, greedy(12, ignore_eos=True))
+    done = {}
+    while engine.has_unfinished_requests():
+        done |= {output.request_id: output.outputs[0] for output in engine.step() if output.finished}
+    assert len(steps) == 3 and done.keys() == PROMPTS.keys()
+    assert all("rank 1 has ended" in answer.error for answer in done.values())
+    assert [answer.token_ids for answer in done.values() if answer.token_ids]  # what they had, they keep
+    assert free_blocks(engine) == engine.scheduler.allocator.num_blocks
+
+
+def test_what_a_caller_does_to_an_output_changes_neither_the_engine_nor_other_outputs():
+    engine = cached_engine(tiny())
+    params = greedy(12, ignore_eos=True, repetition_penalty=1.3, logprobs=1, prompt_logprobs=1)
+    alone = oracle(tiny(), PROMPTS["0"], params)
+    engine.add_request("0", PROMPTS["0"], params)
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+        answer = outputs[-1].outputs[0]
+        for part in (outputs[-1].prompt_token_ids, answer.token_ids, answer.logprobs, outputs[-1].prompt_logprobs):
+            part += [9] * 3
+        outputs[-1].metrics[0].first_token = None
+    assert outputs[-1].outputs[0].token_ids[:-3] == alone
+
+
+def test_an_output_stays_what_it_was_when_it_came():
+    now = [0.0]
+    engine = cached_engine(tiny(), clock=lambda: now[0])
+    engine.add_request("r", random_prompt(4), greedy(5, ignore_eos=True, logprobs=0))
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+        now[0] += 1.0
+    assert [output.metrics[0].last_token for output in outputs] == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 2, 3, 4, 5]
+    assert [len(output.outputs[0].logprobs) for output in outputs] == [1, 2, 3, 4, 5]
+
+
 def test_scores_that_are_no_numbers_are_an_error_not_an_answer():
     engine = make_engine(tiny(), poison=None)
     weight = tiny().lm_head.weight

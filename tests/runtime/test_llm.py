@@ -6,6 +6,7 @@ import gc
 import subprocess
 import sys
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -212,6 +213,41 @@ def test_two_streams_and_a_call_between_get_their_own_outputs(llm):
         if step == 1:
             assert texts(llm.generate("xyz", GREEDY)) == expected[2:]
     assert [seen["one"], seen["other"]] == expected[:2] and is_whole(llm)
+
+
+def test_two_llms_on_one_engine_get_their_own_outputs(llm):
+    expected = texts(llm.generate(["abc", "defg", "xyz"], GREEDY))
+    other = LLM.from_engine(llm.engine)
+    stream = llm.stream(["abc", "defg"], GREEDY)
+    first = [next(stream)]
+    assert texts(other.generate("xyz", GREEDY)) == expected[2:]
+    finished = [output for output in [*first, *stream] if output.finished]
+    assert texts(finished) == expected[:2] and is_whole(llm) and is_whole(other)
+
+
+def test_a_name_that_is_in_use_on_the_engine_itself_is_passed_over(llm):
+    llm.engine.add_request("1", "abc", GREEDY)
+    assert len(llm.generate(["abc", "defg", "xyz"], GREEDY)) == 3
+    while llm.engine.has_unfinished_requests():
+        llm.engine.step()
+    assert is_whole(llm)
+
+
+def test_threads_that_generate_at_once_get_their_own_outputs(llm):
+    prompts = ["abc", "defg", "xyz", "a longer one", "abc"]
+    expected = texts(llm.generate(prompts, GREEDY))
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # threads change places in the middle of everything
+
+    def ask(number: int) -> list[str]:
+        return [texts(llm.generate(prompts[number:], GREEDY)) for _ in range(6)]
+
+    try:
+        with ThreadPoolExecutor(5) as pool:
+            answers = list(pool.map(ask, range(5)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert answers == [[expected[number:]] * 6 for number in range(5)] and is_whole(llm)
 
 
 # Failures on the way

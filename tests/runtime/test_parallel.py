@@ -220,12 +220,12 @@ def test_two_engines_at_once_and_the_death_of_one(folders, expected):
     assert time.monotonic() - started < 5 and not is_alive(victims[0])
     with pytest.raises(EngineError, match="rank 1 ended with code -9"):  # and it stays so
         first.execute(scheduled(), 4)
-    outputs = []
-    engine = make_engine(runner=first)
-    engine.add_request("late", [5, 6, 7], SamplingParams(max_tokens=3))
-    while engine.has_unfinished_requests():
-        outputs += engine.step()
-    assert outputs[-1].outputs[0].finish_reason == "error" and "rank 1 ended" in outputs[-1].outputs[0].error
+    engine = make_engine(runner=first, max_num_seqs=2)
+    for i, prompt in enumerate(PROMPTS):
+        engine.add_request(str(i), prompt, GREEDY[i])
+    outputs = engine.step()  # all end at once, those that wait as well
+    assert len(outputs) == len(PROMPTS) and not engine.has_unfinished_requests()
+    assert all("rank 1 ended" in output.outputs[0].error for output in outputs)
 
     assert run(make_engine(runner=second), FEW, GREEDY_FEW) == expected["qwen3"][0][:3]  # the other one goes on
     watched = weakref.ref(second.model)

@@ -10,6 +10,7 @@ import pytest
 
 from shared.async_engine import AsyncEngine, EngineDeadError, EngineStoppedError, QueueFullError
 from shared.errors import InvalidRequestError
+from shared.load import SampleRequest, engine_client
 from shared.sampling_params import SamplingParams
 from shared.serving import merge
 from tests.known_bugs.helpers import greedy, oracle, random_prompt, tiny
@@ -131,6 +132,91 @@ def test_a_client_that_is_cancelled_while_it_waits_leaves_nothing(run):
         blocker.close()
 
     run(scripted(*"ab" * 90, seconds=0.01), work)
+
+
+BAD_ARGUMENTS = [
+    {"request_id": 5}, {"request_id": ["a"]}, {"request_id": ""}, {"prompt": 5}, {"prompt": None}, {"prompt": b"ab"},
+    {"sampling_params": {"n": 1}}, {"sampling_params": 5}, {"priority": "high"}, {"cache_salt": None},
+]  # fmt: skip
+
+
+def test_every_wrong_argument_is_refused_by_name(run):
+    async def work(engine):
+        for change in BAD_ARGUMENTS:
+            with pytest.raises(InvalidRequestError) as caught:
+                await engine.add_request(**{"request_id": "r", "prompt": [5], **change})
+            assert caught.value.field in change
+        return await last(await engine.add_request("good", [5], greedy(3)))
+
+    assert run(scripted("a"), work).outputs[0].text == "a"
+
+
+def test_who_closes_late_does_not_end_the_next_request_of_that_name(run):
+    async def work(engine):
+        first = await engine.add_request("name", [5], greedy(2))
+        while "name" in engine.mailboxes.open:
+            await asyncio.sleep(0.001)
+        second = await engine.add_request("name", [5], greedy(100, ignore_eos=True))
+        first.close()  # it never read its answer
+        return (await last(second)).outputs[0]
+
+    assert run(scripted(*"ab" * 60, seconds=0.001), work).finish_reason == "length"
+
+
+def test_what_the_engine_had_before_goes_on_beside_the_clients(run):
+    engine = scripted("a", "b")
+    engine.add_request("earlier", [5], greedy(5))
+
+    async def work(async_engine):
+        return await last(await async_engine.add_request("now", [5], greedy(5)))
+
+    assert run(engine, work).outputs[0].text == "ab" and not engine.groups
+
+
+def test_two_clients_of_a_benchmark_share_an_engine_and_leave_nothing(run):
+    request = SampleRequest([5], 100)
+
+    async def work(engine):
+        one, two = engine_client(engine), engine_client(engine)
+
+        async def count(client):
+            return sum([tokens async for tokens in client(request)])
+
+        assert await asyncio.gather(*map(count, (one, two, one, two))) == [100] * 4
+        abandoned = one(request)
+        assert await anext(abandoned) == 1
+        await abandoned.aclose()
+        while engine.mailboxes.open:
+            await asyncio.sleep(0.001)
+
+    run(scripted(*"ab" * 60, seconds=0.001), work)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a rank has ended"), SystemExit(3)], ids=repr)
+def test_a_runner_that_can_compute_nothing_any_more_ends_the_engine_and_every_request(error):
+    engine = scripted(*"ab" * 60, seconds=0.005, max_num_seqs=2)
+    execute, now, failed = engine.runner.execute, threading.Event(), []
+
+    def break_down(scheduled, block_size):
+        if not now.is_set():
+            return execute(scheduled, block_size)
+        failed.append(len(scheduled))
+        engine.runner.failure = str(error)
+        raise error
+
+    engine.runner.execute = break_down
+
+    async def work(async_engine):
+        collectors = [await async_engine.add_request(str(i), [5], FOREVER) for i in range(5)]
+        now.set()
+        ends = await asyncio.gather(*map(last, collectors), return_exceptions=True)
+        assert all(isinstance(end, EngineDeadError) or str(error) in end.outputs[0].error for end in ends)
+        async_engine._thread.join()
+        with pytest.raises(EngineDeadError):
+            await async_engine.add_request("late", [5])
+
+    asyncio.run(asyncio.wait_for(work(AsyncEngine(engine)), 20))
+    assert failed == [2]  # and not a step for each two of them
 
 
 def test_a_model_that_fails_ends_its_requests_and_no_others(run):
