@@ -81,7 +81,13 @@ def test_the_slider_and_the_limits_redraw_the_figure():
     made.fields["source"].value = "here"
     assert "4 of 4" in plain(made.frame.value)
     made.fields["ttft"].value = "-1"
-    assert "not above 0" in made.fields.error.value
+    assert "not a number above 0" in made.fields.error.value
+    for bad in ("", "inf", "nan", "1e999", "x" * 99):
+        made.fields["tpot"].value, before = bad, made.frame.value
+        made.fields["ttft"].value = "10"
+        assert "TPOT at most, ms: " in made.fields.error.value and len(plain(made.fields.error.value)) < 120
+        assert made.frame.value == before
+    made.fields["tpot"].value = "100"
     made.fields["ttft"].value = "soon"
     assert "is not a number of milliseconds" in made.fields.error.value
     made.fields["ttft"].value = "10"
@@ -178,6 +184,29 @@ def test_a_static_batch_lets_nobody_in(small):
 def test_a_run_says_its_rate_and_waits():
     run = Run([[1, 2], [3]], [[0.1, 0.4], [0.3]], seconds=0.5)
     assert run.rate == 6.0 and run.first_token == pytest.approx(200) and run.longest_gap == pytest.approx(300)
+
+
+@pytest.mark.parametrize("panels", [1, 2])
+def test_no_word_of_the_ladder_chart_is_cut_off(panels):
+    rows = evidence("14_ladder")["ladder"]
+    titles = ["8 requests, SmolLM2-135M, float32, two CPU cores, and a machine with a long name"] * panels
+    figure = ch14_measure.ladder_figure({f"{i}. {title}": rows for i, title in enumerate(titles)})
+    ch14_measure.to_png(figure)  # lays it out
+    for side in figure.axes:
+        for text in (side.title, side._left_title, side.xaxis.label, *side.get_yticklabels(), *side.texts):
+            box = text.get_window_extent()
+            assert 0 <= box.x0 and box.x1 <= figure.bbox.width and box.y1 <= figure.bbox.height, text.get_text()
+
+
+def test_one_run_has_no_range_and_engines_that_are_missing_are_named():
+    one = Measurement("naive", 3.0, 3.0, 3.0, 1, "tokens/s")
+    assert ch14_measure.with_range(one) == "3.0"
+    assert ch14_measure.with_range(Measurement("naive", 3.0, 2.0, 4.0, 3, "tokens/s")) == "3.0 (2.0–4.0)"
+    record = {"what": "w", "dtype": "d", "date": "1", "machine": {"cpu": "c", "threads": "2", "torch": "t"},
+              "tokens_per_second": {"workload": {"zero-to-engine": [3.0], "vllm, all cores": [2.0]}},
+              "left_out": {"transformers": "it hangs"}}  # fmt: skip
+    told = plain(ch14_measure.peer_table(record))
+    assert told.endswith("Not measured: transformers (it hangs), llama.cpp (it was not installed).")
 
 
 # Evidence

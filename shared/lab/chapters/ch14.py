@@ -49,9 +49,17 @@ def judge_fleet(fn: Callable) -> None:
 def _fleet_mistakes(bounds: Sequence[float], servers: Sequence[Sequence[int]], percent: float) -> dict[str, object]:
     each = [value for counts in servers if (value := fleet_percentile(bounds, [counts], percent)) is not None]
     if not each:
-        return {}
-    average = "that is the average of the servers' percentiles, and every server has an equal say"
-    words = {average: sum(each) / len(each), "that is the worst server's percentile, however few it serves": max(each)}
+        return {"nobody is below that bound, since there is nobody": bounds[0]}
+    totals = [sum(counts) for counts in zip(*servers)]
+    wanted = percent * sum(totals)
+    words = {
+        "that bound is one too high: exactly as many as were asked for are enough":
+            next((bound for i, bound in enumerate(bounds) if 100 * sum(totals[: i + 1]) > wanted), None),
+        "that is the average of the servers' percentiles, and every server has an equal say": sum(each) / len(each),
+        "that is the worst server's percentile, however few it serves": max(each),
+        "each bucket counts its own requests: those below must be added":
+            next((bound for bound, count in zip(bounds, totals) if 100 * count >= wanted), None),
+    }
     right = fleet_percentile(bounds, servers, percent)
     return {text: value for text, value in words.items() if value != right}
 
@@ -66,6 +74,7 @@ LOGS: dict[str, tuple[Log, float, float]] = {  # log, interval, end
     "a run that ends before it has caught up": ([(0.0, 0.5), (1.0, 4.0), (4.0, 4.5)], 1.0, 5.0),
     "a server that hangs after the first answer": ([(0.0, 0.5)], 1.0, 4.0),
     "nothing was ever answered": ([], 2.0, 6.0),
+    "an end between two users": ([(0.0, 0.25), (1.0, 1.25)], 1.0, 2.5),
     "a server that is always too slow": ([(0.0, 2.0), (2.0, 4.0), (4.0, 6.0)], 1.0, 6.0),
 }
 
@@ -80,11 +89,7 @@ def waits_from_due(log: Log, interval: float, end: float) -> list[float]:
 
 def judge_omission(fn: Callable) -> None:
     for case, given in LOGS.items():
-        log, interval, end = given
-        want = waits_from_due(*given)
-        words = {"that counts from when a request was sent; its user came earlier": [b - a for a, b in log],
-                 "the requests that were due and never sent are missing": want[: len(log)]}
-        expect(fn, given, want, case=case, mistakes={text: value for text, value in words.items() if value != want})
+        expect(fn, given, waits_from_due(*given), case=case, mistakes=_omission_mistakes(*given))
     draw = random.Random(15)
     for _ in range(30):
         log, now, interval = [], 0.0, draw.choice([0.5, 1.0, 2.0])
@@ -92,7 +97,20 @@ def judge_omission(fn: Callable) -> None:
             now = max(now, i * interval) + draw.choice([0.25, 0.5, 0.75, 3.0])
             log.append((max(i * interval, log[-1][1] if log else 0.0), now))
         end = max(now, draw.randint(1, 12) * 0.5)
-        expect(fn, (log, interval, end), waits_from_due(log, interval, end))
+        expect(fn, (log, interval, end), waits_from_due(log, interval, end),
+               mistakes=_omission_mistakes(log, interval, end))
+
+
+def _omission_mistakes(log: Log, interval: float, end: float) -> dict[str, list[float]]:
+    want = waits_from_due(log, interval, end)
+    words = {
+        "the last user who was due before `end` is missing": want[:-1],
+        "that counts from when a request was sent; its user came earlier": [b - a for a, b in log],
+        "the requests that were due and never sent are missing": want[: len(log)],
+        "who got no answer did not wait 0 seconds, but until `end`": want[: len(log)] + [0.0] * (len(want) - len(log)),
+        "who would have come at `end` or later was not due any more": [*want, end - len(want) * interval],
+    }
+    return {text: value for text, value in words.items() if value != want}
 
 
 # Exercise 14.b: a benchmark that lies
@@ -151,13 +169,21 @@ def judge_benchmark(fn: Callable) -> None:
 
 def _lies(stops: Sequence[int], prompts: Sequence[Sequence[int]]) -> dict[str, float]:
     """What each fault makes of the rate."""
-    def run(warm: Sequence[Sequence[int]], asked: bool) -> float:
+    def run(warm: Sequence[Sequence[int]], asked: bool, timed: Sequence[Sequence[int]] = ()) -> float:
         server = FakeServer(stops)
         for prompt in warm:
             server.generate(prompt, 16)
         started = server.clock()
+        for prompt in timed:
+            server.generate(prompt, 16)
         made = sum(len(server.generate(prompt, 16)) for prompt in prompts)
         return (16 * len(prompts) if asked else made) / (server.clock() - started)
+
+    def mean_of_rates() -> float:
+        server = FakeServer(stops)
+        server.generate(SPARE, 16)
+        times = [(server.clock(), len(server.generate(prompt, 16)), server.clock()) for prompt in prompts]
+        return sum(made / (after - before) for before, made, after in times) / len(times)
 
     both = "It found the measured prompts in the prefix cache, and counted tokens that were never made."
     return {
@@ -165,6 +191,8 @@ def _lies(stops: Sequence[int], prompts: Sequence[Sequence[int]]) -> dict[str, f
         "The prompts were in the prefix cache: the warm-up had sent the same ones.": run(prompts, False),
         "The first prompt was in the prefix cache: the warm-up had sent it.": run(prompts[:1], False),
         "The set-up, paid once, was measured with the requests.": run([], False),
+        "The warm-up is inside the measured time.": run([], False, timed=[SPARE]),
+        "It averages the rates of single requests: the quick ones count too much.": mean_of_rates(),
         both: run(prompts, True),
     }
 
@@ -211,7 +239,7 @@ def most_tokens() -> str:
 QUIZ = [
     Question(
         "A server takes half a second for each request, one after another. Four users in a closed loop keep it "
-        "busy. How many seconds does each of them wait for an answer, after the start?",
+        "busy. When each of them has had a first answer, how many seconds does each wait for every further one?",
         {
             "0.5": "That is how long the server works on a request. Three others are always in front.",
             "2": "Little's law: 4 requests are open and 2 a second are answered, so each is open for 2 seconds.",

@@ -71,12 +71,13 @@ def load_explorer(curves: Mapping[str, Sequence[Point]], rank: Callable[..., flo
 
 def milliseconds(text: str) -> float:
     """A parser for a limit."""
+    shown = text if len(text) <= 30 else f"{text[:27]}..."
     try:
         value = float(text)
     except ValueError:
-        raise ValueError(f"{text!r} is not a number of milliseconds") from None
+        raise ValueError(f"{shown!r} is not a number of milliseconds") from None
     if not 0 < value < float("inf"):
-        raise ValueError(f"{text} is not above 0")
+        raise ValueError(f"{shown} is not a number above 0 with an end")
     return value
 
 
@@ -109,9 +110,11 @@ def _row(point: Point, percent: float, ttft: float, tpot: float, points: Sequenc
             f"{good} of {sent} ({good / sent:.0%})", f"{good / point.seconds:.1f}"]
 
 
-def load_chart(points: Sequence[Point], percents: Sequence[float] = (50, 90)) -> bytes:
-    """Latency against load, as png bytes."""
-    figure, axes = chart(8.4, 3.0, columns=2, title="Latency against load")
+def load_chart(points: Sequence[Point], about: str = "", percents: Sequence[float] = (50, 90)) -> bytes:
+    """Latency against load, as png bytes; `about` says where and when it was measured."""
+    counts = [len(point.times) for point in points]
+    title = f"Latency against load, {min(counts)} to {max(counts)} requests a point{about and f': {about}'}"
+    figure, axes = chart(8.4, 3.0, columns=2, title=title)
     for side, (name, words) in zip(axes, (("ttft", "time to first token, ms"), ("tpot", "time per output token, ms"))):
         for percent in percents:
             values = [percentile(getattr(point, name), percent) for point in points]

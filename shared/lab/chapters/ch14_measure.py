@@ -9,6 +9,7 @@ import asyncio
 import importlib.metadata
 import statistics
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from shared.lab.chapters.ch14_curve import Point
 from shared.lab.chapters.ch14_ladder import CHAPTERS, LARGE, Run, rounds, stages, transformers_stage, work
 from shared.lab.charts import chart, to_png
 from shared.lab.machine import GIGA, Measurement, measured_bandwidth, measured_flops
-from shared.lab.markup import Html, join, note, table
+from shared.lab.markup import Html, join, note, table, tag
 from shared.roofline import Roofline
 
 PEER = "transformers generate"
@@ -63,7 +64,7 @@ def ladder_table(rows: Sequence[Mapping[str, Any]], caption: str) -> Html:
         step = f"× {rate['median'] / before:.2f}" if before and row["stage"] in CHAPTERS else ""
         shown.append([
             row["stage"], CHAPTERS.get(row["stage"], ""), row["positions"], row["runs"], row["longest_run"],
-            f"{rate['median']:.1f} ({rate['low']:.1f}–{rate['high']:.1f})", step,
+            tag("span", with_range(Measurement(**rate)), "white-space:nowrap"), step,
             *(f"{row[name]['median']:.0f}" if known else "–" for name in ("first_token", "longest_gap")),
             f"{rate['median'] / row['bound']:.0%}" if known else "–",
         ])
@@ -72,12 +73,22 @@ def ladder_table(rows: Sequence[Mapping[str, Any]], caption: str) -> Html:
              "against the row above", "mean first token, ms", "longest gap, ms", "share of its bound"]
     n = rows[0]["rate"]["n"]
     about = "Positions and runs are exact. Bound: the least time this machine needs for what the stage ran."
-    return join([table(names, shown, caption=f"{caption}; median of {n}"), note(about)])
+    return join([table(names, shown, caption=f"{caption}; {'one run' if n == 1 else f'median of {n}'}"), note(about)])
+
+
+def with_range(measured: Measurement) -> str:
+    """The median, and what it lies between if there is more than one."""
+    spread = "" if measured.n == 1 else f" ({measured.low:.1f}–{measured.high:.1f})"
+    return f"{measured.median:.1f}{spread}"
 
 
 def ladder_chart(measured: Mapping[str, Sequence[Mapping[str, Any]]]) -> bytes:
     """Tokens a second of every stage as bars, one panel a machine, as png bytes."""
-    figure, axes = chart(4.9 * len(measured), 3.4, columns=len(measured), title="What each chapter bought")
+    return to_png(ladder_figure(measured))
+
+
+def ladder_figure(measured: Mapping[str, Sequence[Mapping[str, Any]]]):
+    figure, axes = chart(4.9 * len(measured), 3.6, columns=len(measured), title="What each chapter bought")
     for side, (title, rows) in zip([axes] if len(measured) == 1 else axes, measured.items()):
         rates = [row["rate"] for row in rows]
         spread = [[each["median"] - each["low"] for each in rates], [each["high"] - each["median"] for each in rates]]
@@ -86,15 +97,17 @@ def ladder_chart(measured: Mapping[str, Sequence[Mapping[str, Any]]]) -> bytes:
         for place, each, ours in zip(places, rates, kinds):
             side.barh(place, each["median"], color="#1565c0" if ours else "#ffffff", edgecolor="#1f2933",
                       hatch="" if ours else "///")
-        side.errorbar([each["median"] for each in rates], list(places), xerr=spread, fmt="none", color="#1f2933",
-                      capsize=3)
+        if rates[0]["n"] > 1:
+            side.errorbar([each["median"] for each in rates], list(places), xerr=spread, fmt="none", color="#1f2933",
+                          capsize=3)
         for place, each in zip(places, rates):
-            side.annotate(f"{each['median']:.0f}", (each["high"], place), (5, 0), textcoords="offset points",
-                          va="center", fontsize=9)
+            side.annotate(f"{each['median']:.{int(each['median'] < 10)}f}", (each["high"], place), (5, 0),
+                          textcoords="offset points", va="center", fontsize=9)
         side.set_yticks(list(places), [row["stage"] for row in rows])
-        side.set(xlabel="output tokens a second", title=title, xlim=(0, 1.15 * max(each["high"] for each in rates)))
+        side.set(xlabel="output tokens a second", xlim=(0, 1.15 * max(each["high"] for each in rates)))
+        side.set_title(textwrap.fill(title, 40), fontsize=9, loc="left", linespacing=1.3)
         side.grid(axis="y", visible=False)
-    return to_png(figure)
+    return figure
 
 
 def peer_rows(record: Mapping[str, Any]) -> list[list[str]]:
@@ -106,17 +119,22 @@ def peer_rows(record: Mapping[str, Any]) -> list[list[str]]:
         for name, samples in by_name.items():
             version = record.get("versions", {}).get(name) or record["machine"].get(name.partition(" ")[0], "")
             found = Measurement.of(name, samples, "tokens/s")
-            rows.append([name, version or "–", kind, f"{found.median:.1f} ({found.low:.1f}–{found.high:.1f})",
-                         str(found.n)])
+            rows.append([name, version or "–", kind, with_range(found), str(found.n)])
     return rows
 
 
+PEERS = ("transformers", "vllm", "llama.cpp")
+
+
 def peer_table(record: Mapping[str, Any]) -> Html:
-    """The saved comparison with other engines, and what it was measured on."""
-    machine = record["machine"]
+    """The saved comparison with other engines, what it was measured on, and who is missing in it."""
+    machine, rows = record["machine"], peer_rows(record)
     caption = (f"{record['what']}; {record['dtype']}, {machine['cpu']}, {machine['threads']} threads, "
                f"torch {machine['torch']}, {record['date']}")
-    return table(["engine", "version", "work", "tokens/s, median (low–high)", "n"], peer_rows(record), caption)
+    drawn = table(["engine", "version", "work", "tokens/s, median (low–high)", "n"], rows, caption)
+    measured, why = {row[0].partition(",")[0] for row in rows}, record.get("left_out", {})
+    missing = [f"{name} ({why.get(name, 'it was not installed')})" for name in PEERS if name not in measured]
+    return join([drawn, note(f"Not measured: {', '.join(missing)}.")]) if missing else drawn
 
 
 def save_ladder(n: int = 3) -> Path:

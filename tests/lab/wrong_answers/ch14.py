@@ -41,6 +41,11 @@ def first_bound_of_nobody(bounds, servers, percent):
     return None
 
 
+def buckets_alone(bounds, servers, percent):
+    totals = [sum(counts) for counts in zip(*servers)]
+    return next((bound for bound, count in zip(bounds, totals) if 100 * count >= percent * sum(totals)), None)
+
+
 def from_sending(log, interval, end):
     return [answered - sent for sent, answered in log]
 
@@ -61,6 +66,10 @@ def one_too_many(log, interval, end):
     while len(waits) * interval <= end:
         waits.append(end - len(waits) * interval)
     return waits
+
+
+def whole_intervals(log, interval, end):
+    return [(log[i][1] if i < len(log) else end) - i * interval for i in range(int(end / interval))]
 
 
 def as_it_was(server, prompts, spare, max_tokens):
@@ -94,17 +103,36 @@ def cold_start(server, prompts, spare, max_tokens):
     return made / (server.clock() - started)
 
 
+def warm_up_on_the_clock(server, prompts, spare, max_tokens):
+    started = server.clock()
+    server.generate(spare, max_tokens)
+    made = sum(len(server.generate(prompt, max_tokens)) for prompt in prompts)
+    return made / (server.clock() - started)
+
+
+def mean_of_rates(server, prompts, spare, max_tokens):
+    server.generate(spare, max_tokens)
+    rates = []
+    for prompt in prompts:
+        started = server.clock()
+        rates.append(len(server.generate(prompt, max_tokens)) / (server.clock() - started))
+    return sum(rates) / len(rates)
+
+
 WRONG_ANSWERS = {
     "14.1": [
         (average_of_percentiles, "average of the servers' percentiles"), (worst_server, "worst server's percentile"),
-        (strictly_more, "as many as the percentile asks for"), (first_bound_of_nobody, "no request at all"),
+        (strictly_more, "exactly as many as were asked for are enough"), (first_bound_of_nobody, "there is nobody"),
+        (buckets_alone, "those below must be added"),
     ],
     "14.2": [
         (from_sending, "from when a request was sent"), (only_what_was_sent, "never sent are missing"),
-        (lost_ones_wait_nothing, "before it has caught up"), (one_too_many, "keeps up"),
+        (lost_ones_wait_nothing, "did not wait 0 seconds"), (one_too_many, "was not due any more"),
+        (whole_intervals, "the last user who was due"),
     ],
     "14.b": [
         (as_it_was, "counted tokens that were never made"), (warm_prompts, "in the prefix cache"),
-        (asked_for, "asked for"), (cold_start, "set-up"),
+        (asked_for, "asked for"), (cold_start, "set-up"), (warm_up_on_the_clock, "inside the measured time"),
+        (mean_of_rates, "averages the rates"),
     ],
 }
