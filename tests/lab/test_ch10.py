@@ -13,6 +13,7 @@ from shared.lab.chapters import ch10, ch10_cache, ch10_measure
 from shared.lab.chapters.ch10_run import Call, serve
 from shared.lab.evidence import evidence
 from shared.lab.judging import Wrong
+from shared.lab.machine import Measurement
 from shared.prefix_cache import PrefixCachingBlockManager, hash_block, hash_root
 from shared.request import RequestLimits
 from shared.scheduler import Scheduler
@@ -111,7 +112,8 @@ def test_prompts_are_shown_as_text_and_never_as_markup():
 @pytest.mark.parametrize("name, value, words", [
     ("arrivals", "A 0 4", "line 1: write a name"), ("arrivals", "A 0 4 x\nA 1 4 y", "two requests are called"),
     ("arrivals", "/s 0 4 x", "before the /"), ("arrivals", "A x 2 y", "is not a whole number"),
-    ("num_blocks", "0", "is not between"), ("num_blocks", "2", "within the cache"), ("budget", "2", "between 8"),
+    ("num_blocks", "0", "is not between"), ("num_blocks", "2", "A would be refused: request: must"),
+    ("budget", "2", "between 8"),
 ])  # fmt: skip
 def test_bad_input_is_explained(name, value, words):
     made = stepper(**{name: value})
@@ -170,6 +172,14 @@ def test_what_is_found_follows_from_the_longest_common_beginning():
         assert ch10.found(turns, prompt, size) == longest // size * size
 
 
+def test_a_mistake_that_makes_no_difference_is_not_named():
+    for turns, prompt, size in ch10.HISTORIES.values():
+        right, words = ch10.found(turns, prompt, size), ch10.mistakes(turns, prompt, size)
+        assert all(value % size == 0 or value != right for value in words.values()) and len(words) == 5
+    named = [words for words, value in ch10.mistakes(*ch10.HISTORIES["the same prompt again"]).items() if value == 4]
+    assert named == ["the last token of the prompt is always left to compute"]
+
+
 def test_the_order_of_parts_matters_in_every_trace():
     for requests in ch10.part_traces().values():
         by_variety = sorted(requests[0], key=lambda part: len({tuple(each[part]) for each in requests}))
@@ -197,6 +207,16 @@ def test_positions_are_counted_and_times_have_a_spread():
         (0, False, 16), (64, False, 80), (64, True, 16)]
     assert all(each.time.n == 3 and 0 < each.time.low <= each.time.median <= each.time.high for each in results)
     assert ch10_measure.first_token_chart(results)[:4] == b"\x89PNG"
+
+
+def test_expected_times_follow_from_the_positions():
+    def result(length, cached, positions, ms):
+        return ch10_measure.FirstToken(length, cached, positions, Measurement.of("", [ms, ms + 7, ms + 70], "ms"))
+
+    results = [result(0, False, 16, 20.0), result(64, False, 80, 1.0), result(64, True, 16, 1.0),
+               result(512, False, 528, 532.0)]
+    assert ch10_measure.expected(results) == [20.0, 84.0, 20.0, 532.0]
+    assert ch10_measure.lines(results)[1].endswith("expected 84.0 ms")
 
 
 def test_naming_is_timed():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from shared.block_manager import BlockManager
 from shared.lab import Check, Question, Score, Wrong, call, expect, fail
@@ -20,13 +20,40 @@ Turn = tuple[Sequence[int], Sequence[int]]  # prompt, answer
 
 def judge_found(fn: Callable) -> None:
     for case, (turns, prompt, size) in HISTORIES.items():
-        expect(fn, (turns, prompt, size), found(turns, prompt, size), case=case)
+        where = f"Case {case!r}, turns = {turns}, prompt = {prompt}, block_size = {size}:"
+        _judge_found(fn, turns, prompt, size, where)
     draw = random.Random(1)
     for _ in range(60):
         turns = [(_drawn(draw, 1, 9), _drawn(draw, 1, 9)) for _ in range(draw.randint(0, 4))]
         prompt = _drawn(draw, 1, 4) if not turns or draw.random() < 0.2 else _continued(draw, *draw.choice(turns))
         size = draw.randint(1, 4)
-        expect(fn, (turns, prompt, size), found(turns, prompt, size))
+        _judge_found(fn, turns, prompt, size)
+
+
+def _judge_found(fn: Callable, turns: Sequence[Turn], prompt: Sequence[int], size: int, where: str = "") -> None:
+    given = (turns, prompt, size)
+    expect(fn, given, found(*given), case=where, mistakes=mistakes(*given))
+
+
+def mistakes(turns: Sequence[Turn], prompt: Sequence[int], size: int) -> dict[str, int]:
+    """What comes of forgetting one of the rules, by the words that say which."""
+    def most(runs: Iterable[Sequence[int]], limit: int, whole: bool = True) -> int:
+        common = max((min(_common(run, prompt), limit) for run in runs), default=0)
+        return common // size * size if whole else common
+
+    last, runs = len(prompt) - 1, [[*asked, *answer][:-1] for asked, answer in turns]
+    return {
+        "a block is found only if all of it is equal": most(runs, last, whole=False),
+        "the last token of the prompt is always left to compute": most(runs, last + 1),
+        "the tokens of the answers went through the model too": most((asked for asked, _ in turns), last),
+        "the last token of an answer never went through the model": most(([*a, *b] for a, b in turns), last),
+        "any of the turns may have left the beginning": most(runs[-1:], last),
+    }
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """Tokens with which both begin."""
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
 def _drawn(draw: random.Random, low: int, high: int) -> list[int]:
@@ -125,7 +152,8 @@ def judge_manager(fn: Callable, cases: Mapping[str, tuple[int, list[Call], int]]
         where = f"Case {case!r}:"
         manager = call(fn, num_blocks, SIZE, case=where)
         if not hasattr(manager, "allocate_slots"):
-            fail(f"{where} expected a class of block managers, and called it with the number of blocks and their size.")
+            fail(f"{where} {_name(fn)} was called with the number of blocks and their size, and made a "
+                 f"{type(manager).__name__}; expected a block manager.")
         try:
             total += call(serve, manager, calls, budget, case=where)
         except Wrong as wrong:
@@ -167,6 +195,10 @@ OWNERS = {
 }  # fmt: skip
 
 
+def _name(fn: object) -> str:
+    return getattr(fn, "__name__", "your class")
+
+
 def judge_hang_ups(fn: Callable) -> Score:
     return judge_manager(fn, HANG_UPS)
 
@@ -183,7 +215,7 @@ CHECKS = {"10.1": Check(judge_found), "10.2": Check(judge_order), "10.b": Check(
 
 
 def found_of_the_same() -> int:
-    return found([(range(40), [50])], list(range(40)), 8)
+    return found([(range(56), [60])], list(range(56)), 8)
 
 
 def found_in_the_next_turn() -> int:
@@ -205,13 +237,13 @@ def overwritten() -> str:
 
 QUIZ: list[Question] = [
     Question(
-        "A prompt of 40 tokens was served. The very same prompt comes again, and blocks have 8 tokens. How many of "
+        "A prompt of 56 tokens was served. The very same prompt comes again, and blocks have 8 tokens. How many of "
         "its tokens are found in the cache?",
         {
             "0": "The first request is over, but its blocks keep their content until somebody needs them.",
-            "32": "The last token must be computed, for its scores, and what is found comes in whole blocks.",
-            "39": "The last token must be computed, but a part of a block is never shared.",
-            "40": "Then nothing would be left to run, and no scores would come out of it.",
+            "48": "The last token must be computed, for its scores, and what is found comes in whole blocks.",
+            "55": "The last token must be computed, but a part of a block is never shared.",
+            "56": "Then nothing would be left to run, and no scores would come out of it.",
         },
         compute=found_of_the_same,
     ),

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shared.errors import InvalidRequestError
 from shared.lab import Choice, Field, Stepper
 from shared.lab.chapters.ch07_steps import arrivals_of
 from shared.lab.form import whole
@@ -256,7 +257,10 @@ def prefix_stepper(manager: type, build: Callable[[Any, int], Any], tokenizer: A
         arrivals = inputs["arrivals"] if inputs["source"] == WRITTEN else draw_arrivals(seed)
         engine = build(watched(manager)(inputs["num_blocks"], inputs["block_size"]), inputs["budget"])
         for each in arrivals:
-            engine.scheduler.check_fits(len(tokenizer.encode(each.prompt)) + each.answer_tokens)
+            try:
+                engine.scheduler.check_fits(len(tokenizer.encode(each.prompt)) + each.answer_tokens)
+            except InvalidRequestError as refused:
+                raise ValueError(f"{each.name} would be refused: {refused}") from refused
         return moments(engine, arrivals, tokenizer.decode)
 
     return Stepper(make, render_moment, fields, title="Names, users and evictions, on your own prompts")

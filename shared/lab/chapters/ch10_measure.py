@@ -43,6 +43,23 @@ def first_token_times(make: Callable[[], Any], lengths: Sequence[int] = LENGTHS,
     return results
 
 
+def expected(results: Sequence[FirstToken]) -> list[float]:
+    """Milliseconds by the positions computed, on the line through the shortest and the longest uncached prompt.
+
+    Through their fastest runs: whatever else the machine does can only add to a time.
+    """
+    cold = [each for each in results if not each.cached]
+    short, long = (choose(cold, key=lambda each: each.positions) for choose in (min, max))
+    slope = (long.time.low - short.time.low) / (long.positions - short.positions)
+    return [short.time.low + slope * (each.positions - short.positions) for each in results]
+
+
+def lines(results: Sequence[FirstToken]) -> list[str]:
+    """Measured times beside what the positions predict."""
+    return [f"measured: {each}, expected {milliseconds:.1f} ms"
+            for each, milliseconds in zip(results, expected(results), strict=True)]
+
+
 def measured(engine: Any, draw: random.Random, length: int, cached: bool, n: int) -> FirstToken:
     """n prompts of one beginning, each with a new end; without `cached` everything is forgotten in between."""
     beginning, times, positions = drawn(draw, length), [], set()
@@ -118,10 +135,12 @@ def save() -> Path:
         limits = RequestLimits(model.config.vocab_size, 1024)
         return Engine(runner, Scheduler(manager, 8, 1024), Tokenizer("smollm2-135m"), limits)
 
-    results = [each.time for each in first_token_times(make, n=5)]
+    times = first_token_times(make, n=5)
+    results = [each.time for each in times]
     what = "time to first token with and without a cached beginning, float32"
     command = "python -m shared.lab.chapters.ch10_measure"
-    return save_evidence("10_prefix_caching", what, command, [*results, name_times(hash_block, hash_root(""))])
+    return save_evidence("10_prefix_caching", what, command, [*results, name_times(hash_block, hash_root(""))],
+                         expected=expected(times), positions=[each.positions for each in times])
 
 
 if __name__ == "__main__":

@@ -38,6 +38,11 @@ def the_last_conversation(turns, prompt, block_size):
     return the_prompts_only(turns[-1:], prompt, block_size) if turns else 0
 
 
+def the_last_turn(turns, prompt, block_size):
+    limit = len(prompt) - 1
+    return max((min(common([*p, *a][:-1], prompt), limit) // block_size * block_size for p, a in turns[-1:]), default=0)
+
+
 def as_given(requests):
     return list(requests[0])
 
@@ -56,6 +61,10 @@ def most_different_first(requests):
 
 def names_made_up(requests):
     return ["rules", "question"]
+
+
+def dict_of_blocks(num_blocks, block_size):
+    return {}
 
 
 class NothingPublished(PrefixCachingBlockManager):
@@ -105,14 +114,15 @@ class OneUserEnough(PrefixCachingBlockManager):
 
 WRONG_ANSWERS = {
     "10.1": [
-        (parts_of_blocks, "a block that is not full"), (the_whole_prompt, "the same prompt again"),
-        (the_prompts_only, "the next turn"), (the_answers_last_token_too, "returned 6; expected 4"),
+        (parts_of_blocks, "only if all of it is equal"), (the_whole_prompt, "is always left to compute"),
+        (the_prompts_only, "the tokens of the answers went"), (the_answers_last_token_too, "last token of an answer"),
         (blocks_by_content, "another beginning"), (the_last_conversation, "the next turn"),
+        (the_last_turn, "any of the turns"),
     ],
     "10.2": [(as_given, "are enough"), (by_name, "are enough"), (longest_first, "are enough"),
              (most_different_first, "are enough"), (names_made_up, "in some order")],
     "10.b": [(AllThatAreHeld, "nobody has written"), (AsSoonAsAllocated, "nobody has written"),
-             (NothingPublished, "too much is not found")],
+             (NothingPublished, "too much is not found"), (dict_of_blocks, "made a dict; expected a block manager")],
     "10.c": [(StaysFree, "a freed beginning is found"), (StaysNamed, "another beginning"),
              (ForgottenWhenFreed, "too much is not found"), (OneUserEnough, "one of two ends")],
 }  # fmt: skip
