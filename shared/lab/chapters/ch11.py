@@ -33,13 +33,34 @@ STEPS = {
 
 def judge_bytes(fn: Callable) -> None:
     for case, args in STEPS.items():
-        expect(fn, args, handed_over(*args), case=case)
+        expect(fn, args, handed_over(*args), case=case, mistakes=_byte_mistakes(*args))
     draw = random.Random(11)
     for _ in range(20):
         tokens = draw.randint(1, 99)
         args = (draw.randint(1, 9), draw.choice([8, 48]), draw.randint(100, 999), draw.randint(2, 8), tokens,
                 draw.randint(0, tokens), draw.choice([2, 4]))
-        expect(fn, args, handed_over(*args))
+        expect(fn, args, handed_over(*args), mistakes=_byte_mistakes(*args))
+
+
+def _byte_mistakes(layers: int, hidden: int, vocab: int, ranks: int, tokens: int, rows: int, itemsize: int) -> dict:
+    """What comes of plausible mistakes, by the words that name them."""
+    sums, own = (2 * layers + 1) * tokens * hidden, -(-vocab // ranks)
+    numbers = {
+        "that leaves out the embedding's sum": sums - tokens * hidden + rows * own,
+        "that leaves out the scores": sums,
+        "that hands over the scores of every token; only `rows` are scored": sums + tokens * own,
+        "that hands over scores of the whole vocabulary; a rank has a part of it": sums + rows * vocab,
+        "that rounds the part of the vocabulary down; the narrow parts are filled up": sums + rows * (vocab // ranks),
+        "that sums after each of the seven matrices; only two of them end in summands":
+            (7 * layers + 1) * tokens * hidden + rows * own,
+        "that has one sum a layer; attention and MLP end with one each": (layers + 1) * tokens * hidden + rows * own,
+        "that divides the sums by the ranks; each rank hands over a summand of every number":
+            sums // ranks + rows * own,
+    }
+    found = {words: count * itemsize for words, count in numbers.items()}
+    found["that counts numbers, not bytes"] = sums + rows * own
+    right = (sums + rows * own) * itemsize
+    return {words: value for words, value in found.items() if value != right}
 
 
 def merged_rows(sizes: Sequence[int], rank: int, ranks: int) -> list[int]:
@@ -65,10 +86,30 @@ def judge_merged(fn: Callable) -> None:
         seen: list[int] = []
         for rank in range(ranks):
             got = expect(fn, (list(sizes), rank, ranks), merged_rows(sizes, rank, ranks),
-                         case=f"{case}, rank {rank} of {ranks}")
+                         case=f"{case}, rank {rank} of {ranks}", mistakes=_row_mistakes(sizes, rank, ranks))
             seen += got
         if sorted(seen) != list(range(sum(sizes))):
             fail(f"Case {case!r}: the ranks together do not read every row once.")
+
+
+def _row_mistakes(sizes: Sequence[int], rank: int, ranks: int) -> dict[str, list[int]]:
+    """What comes of plausible mistakes, by the words that name them."""
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    parts = [(start, n, n // ranks) for start, n in zip(starts, sizes)]
+    last, whole = rank == ranks - 1, sum(sizes)
+    found = {
+        "that is one run of the whole stack; a rank needs a part of each matrix":
+            list(range(rank * (whole // ranks), (rank + 1) * (whole // ranks))),
+        "those are places within each matrix; in the stack, later ones start further down":
+            [row for n in sizes for row in split("rows", n, rank, ranks)],
+        "rows are left over: the first ranks hold one more":
+            [start + row for start, n, part in parts for row in range(rank * part, (rank + 1) * part)],
+        "the last rank takes all that is left over; the first ranks should hold one more each":
+            [start + row for start, n, part in parts for row in range(rank * part, n if last else (rank + 1) * part)],
+        "every rank takes rows in turn; each should have neighbours": list(range(rank, whole, ranks)),
+    }
+    right = merged_rows(sizes, rank, ranks)
+    return {words: rows for words, rows in found.items() if rows != right}
 
 
 Parts = Sequence[torch.Tensor]

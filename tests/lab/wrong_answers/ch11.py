@@ -88,16 +88,25 @@ def ranks_in_reverse(x_parts, down_parts, bias, head_parts):
     return torch.cat([hidden @ weight.T for weight in reversed(head_parts)], dim=-1)
 
 
+def one_sum_a_layer(layers, hidden, vocab, ranks, tokens, rows, itemsize):
+    return ((layers + 1) * tokens * hidden + rows * -(-vocab // ranks)) * itemsize
+
+
+def whole_rows_of_scores(layers, hidden, vocab, ranks, tokens, rows, itemsize):
+    return ((2 * layers + 1) * tokens * hidden + rows * vocab) * itemsize
+
+
 WRONG_ANSWERS = {
     "11.1": [
-        (forgets_the_embedding, "one request decodes"), (scores_every_token, "a prompt of 200 tokens"),
-        (rounds_the_vocabulary_down, "three ranks cannot share evenly"), (a_sum_for_each_matrix, "one request decodes"),
-        (divides_the_sums, "one request decodes"), (counts_numbers, "one request decodes"),
+        (forgets_the_embedding, "leaves out the embedding"), (scores_every_token, "only `rows` are scored"),
+        (rounds_the_vocabulary_down, "the narrow parts are filled up"), (a_sum_for_each_matrix, "seven matrices"),
+        (divides_the_sums, "divides the sums"), (counts_numbers, "not bytes"), (one_sum_a_layer, "one sum a layer"),
+        (whole_rows_of_scores, "the whole vocabulary"),
     ],
     "11.2": [
-        (one_run_of_the_stack, "gate over up"), (drops_the_remainder, "seven rows"),
-        (last_rank_takes_the_rest, "seven rows"), (forgets_where_each_starts, "gate over up"),
-        (every_so_many, "gate over up"),
+        (one_run_of_the_stack, "one run of the whole stack"), (drops_the_remainder, "rows are left over"),
+        (last_rank_takes_the_rest, "rows are left over"), (forgets_where_each_starts, "places within each matrix"),
+        (every_so_many, "takes rows in turn"),
     ],
     "11.b": [
         (bias_on_every_rank, "the bias is in the sum 2 times"), (rows_mixed, "in the wrong places"),
