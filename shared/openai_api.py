@@ -5,6 +5,7 @@ refused, never ignored.
 """
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -130,7 +131,6 @@ class ChatRequest(GenerationRequest):
 
 def token_biases(biases: Mapping[str, float]) -> dict[int, float]:
     """JSON has only strings for keys."""
-    try:
-        return {int(token): bias for token, bias in biases.items()}
-    except ValueError as error:
-        raise InvalidRequestError("logit_bias", dict(biases), "a mapping from token ids to numbers") from error
+    if not all(re.fullmatch("0|[1-9][0-9]{0,9}", token) for token in biases):
+        raise InvalidRequestError("logit_bias", dict(biases), "a mapping from token ids to numbers")
+    return {int(token): bias for token, bias in biases.items()}

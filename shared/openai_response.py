@@ -4,6 +4,7 @@ from __future__ import annotations
 import codecs
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +76,7 @@ class Writer:
         self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
         self._tokens: dict[int, int] = {}  # choice -> tokens written; absent before its first chunk
         self._ended: set[int] = set()
+        self._offsets: dict[int, TextOffsets] = defaultdict(TextOffsets)
 
     def whole(self, outputs: Sequence[RequestOutput]) -> GenerationResponse:
         """The finished answers of all prompts."""
@@ -107,13 +109,13 @@ class Writer:
         start = self._advance(index, answer)
         if answer.logprobs is None:
             return None
-        spelled = [self.tokenizer.token_bytes(token) for token in answer.token_ids]
-        rows = list(zip(answer.token_ids, answer.logprobs))[start:]
+        rows = list(zip(answer.token_ids[start:], answer.logprobs[start:]))
+        spelled = [self.tokenizer.token_bytes(token) for token, _ in rows]
         likely = [{token_name(self.tokenizer.token_bytes(other)): finite(found.logprob)
                    for other, found in row.items()} for _, row in rows]  # fmt: skip
-        return {"tokens": [token_name(data) for data in spelled[start:]],
+        return {"tokens": [token_name(data) for data in spelled], "top_logprobs": likely,
                 "token_logprobs": [finite(row[token].logprob) for token, row in rows],
-                "top_logprobs": likely, "text_offset": text_offsets(spelled)[start:]}  # fmt: skip
+                "text_offset": [self._offsets[index].push(data) for data in spelled]}  # fmt: skip
 
     def _advance(self, index: int, answer: CompletionOutput) -> int:
         """Tokens of this choice that were written before; those of `answer` count as written from now on."""
@@ -144,7 +146,7 @@ class ChatWriter(Writer):
         start = self._advance(index, answer)
         if answer.logprobs is None:
             return None
-        rows = list(zip(answer.token_ids, answer.logprobs))[start:]
+        rows = zip(answer.token_ids[start:], answer.logprobs[start:])
         return {"content": [self._entry(token, row) for token, row in rows]}
 
     def _entry(self, token: int, row: Mapping[int, Logprob]) -> dict[str, Any]:
@@ -164,13 +166,15 @@ def token_name(data: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def text_offsets(tokens: Sequence[bytes]) -> list[int]:
-    """Where each token begins in the text, in characters."""
-    utf8, offsets, length = codecs.getincrementaldecoder("utf-8")("replace"), [], 0
-    for data in tokens:
-        offsets.append(length)
-        length += len(utf8.decode(data))
-    return offsets
+class TextOffsets:
+    """Where each token of an answer begins in its text, in characters."""
+
+    def __init__(self) -> None:
+        self.utf8, self.length = codecs.getincrementaldecoder("utf-8")("replace"), 0
+
+    def push(self, token: bytes) -> int:
+        start, self.length = self.length, self.length + len(self.utf8.decode(token))
+        return start
 
 
 def finite(logprob: float) -> float:

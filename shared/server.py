@@ -9,7 +9,6 @@ import os
 import sys
 import threading
 import time
-from contextlib import suppress
 from typing import Any
 
 import uvicorn
@@ -19,66 +18,84 @@ from starlette.exceptions import HTTPException
 
 from shared.engine import Engine
 from shared.engine_args import add_engine_arguments, build_engine, engine_args
-from shared.errors import EngineError
+from shared.errors import EngineError, InvalidRequestError
 from shared.openai_api import ChatRequest, CompletionRequest
 from shared.openai_response import ChatWriter, Writer
-from shared.serving import Service, error_response
+from shared.sampling_params import check_integer
+from shared.serving import IdleConnections, OverloadedError, Service, error_response
 
 MAX_BODY_BYTES = 4 * 2**20
-DRAIN_SECONDS = 5.0
+LIMIT_CONCURRENCY = 512
 OPEN_PATHS = ("/health", "/metrics")  # for probes, which have no key
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class Gate:
-    """ASGI middleware: the key first, then the size of the body, before anything is parsed."""
+    """ASGI middleware: the key first, then room, then size and pace of the body, before anything is parsed."""
 
-    def __init__(self, app: Any, api_key: str | None, max_body_bytes: int):
-        self.app, self.max_body_bytes = app, max_body_bytes
-        self.expected = None if api_key is None else f"Bearer {api_key}".encode()
+    body_seconds = 60.0
+
+    def __init__(self, app: Any, api_key: str | None, max_body_bytes: int, limit_concurrency: int):
+        self.app, self.api_key = app, None if api_key is None else api_key.strip().encode()
+        self.max_body_bytes, self.limit_concurrency, self.num_open = max_body_bytes, limit_concurrency, 0
 
     async def __call__(self, scope: dict, receive: Any, send: Any) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._has_key(scope):
-            response = await error_response(None, HTTPException(401, "this server needs a valid API key"))
-            await response(scope, receive, send)
-        else:
-            await self.app(scope, self._counted(receive), send)
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+            return await self.app(scope, receive, send)
+        if (refusal := self._refusal(scope)) is not None:
+            return await (await error_response(None, refusal))(scope, receive, send)
+        self.num_open += 1
+        try:
+            await self.app(scope, self._limited(receive), send)
+        finally:
+            self.num_open -= 1
 
-    def _has_key(self, scope: dict) -> bool:
-        """Compared in constant time: how long it takes says nothing about the key."""
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        return self.expected is None or hmac.compare_digest(given, self.expected)
+    def _refusal(self, scope: dict) -> Exception | None:
+        """The key is compared in constant time: how long it takes says nothing about it."""
+        scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+        is_theirs = scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self.api_key or b"")
+        if self.api_key is not None and not is_theirs:
+            return HTTPException(401, "this server needs a valid API key")
+        if self.num_open >= self.limit_concurrency:
+            return OverloadedError(f"{self.num_open} requests are open, of at most {self.limit_concurrency}")
+        return None
 
-    def _counted(self, receive: Any) -> Any:
-        """receive, but a body that grows too long is an error. Its rest is read: who still sends does not listen."""
-        received = 0
+    def _limited(self, receive: Any) -> Any:
+        """receive, but a body that is too long, or too long on its way, is an error."""
+        received, more, deadline = 0, True, time.monotonic() + self.body_seconds
 
-        async def counted() -> dict:
-            nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
+        async def limited() -> dict:
+            nonlocal received, more
+            message = await (asyncio.wait_for(receive(), deadline - time.monotonic()) if more else receive())
+            received, more = received + len(message.get("body", b"")), message.get("more_body", False)
+            return message
+
+        async def checked() -> dict:
+            try:
+                message = await limited()
+                while received > self.max_body_bytes and more:  # who still sends does not listen
+                    message = await limited()
+            except asyncio.TimeoutError:
+                raise HTTPException(408, f"the body took longer than {self.body_seconds:g} seconds") from None
             if received > self.max_body_bytes:
-                with suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(discard(receive, message), DRAIN_SECONDS)
                 raise HTTPException(413, f"the body is longer than {self.max_body_bytes} bytes")
             return message
 
-        return counted
-
-
-async def discard(receive: Any, message: dict) -> None:
-    while message.get("more_body"):
-        message = await receive()
+        return checked
 
 
 def create_app(
     engine: Engine, model_name: str, *, api_key: str | None = None, max_waiting: int = 256,
-    max_body_bytes: int = MAX_BODY_BYTES,
+    max_body_bytes: int = MAX_BODY_BYTES, limit_concurrency: int = LIMIT_CONCURRENCY,
 ) -> FastAPI:
     """The app around an engine. Its AsyncEngine is `app.state.service.engine`; whoever made the app shuts it down."""
+    check_integer("max_body_bytes", max_body_bytes, 1)
+    check_integer("limit_concurrency", limit_concurrency, 1)
+    if api_key is not None and not api_key.strip():
+        raise InvalidRequestError("api_key", api_key, "something that others do not know, or left out")
     app = FastAPI(title="Zero to Engine", docs_url=None, redoc_url=None)
     app.state.service = service = Service(engine, model_name, max_waiting)
-    app.add_middleware(Gate, api_key=api_key, max_body_bytes=max_body_bytes)
+    app.add_middleware(Gate, api_key=api_key, max_body_bytes=max_body_bytes, limit_concurrency=limit_concurrency)
     for kind in (EngineError, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, error_response)
 
@@ -114,8 +131,9 @@ class Server(uvicorn.Server):
     """uvicorn, which ends the engine before it closes the connections: streams finish, or hear why they don't."""
 
     def __init__(self, app: FastAPI, host: str = "127.0.0.1", port: int = 8000, shutdown_timeout: float = 1.0):
-        super().__init__(uvicorn.Config(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=0.5))
-        self.engine, self.shutdown_timeout = app.state.service.engine, shutdown_timeout
+        options = {"log_level": "warning", "timeout_graceful_shutdown": 0.5, "lifespan": "off"}
+        super().__init__(uvicorn.Config(app, host=host, port=port, **options))
+        self.engine, self.shutdown_timeout, self.idle = app.state.service.engine, shutdown_timeout, IdleConnections()
 
     @property
     def address(self) -> str:
@@ -127,6 +145,10 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         if threading.current_thread() is threading.main_thread():
             print(f"Serving on {self.address}/v1   (Ctrl-C ends it)", flush=True)
+
+    async def on_tick(self, counter: int) -> bool:
+        self.idle.close(self.server_state.connections)
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: Any = None) -> None:
         await asyncio.to_thread(self.engine.shutdown, self.shutdown_timeout)
@@ -157,6 +179,9 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
                         help="default: the variable ZERO_TO_ENGINE_API_KEY")  # fmt: skip
     parser.add_argument("--served-model-name", help="what clients call the model; default: the value of --model")
     parser.add_argument("--max-waiting", type=int, default=256, help="answers that may wait beside those that run")
+    parser.add_argument("--max-body-bytes", type=int, default=MAX_BODY_BYTES, help="a longer request is refused")
+    parser.add_argument("--limit-concurrency", type=int, default=LIMIT_CONCURRENCY,
+                        help="requests open at once; beyond it they are refused with 503")  # fmt: skip
     parser.add_argument("--shutdown-timeout", type=float, default=1.0, help="seconds that running answers get to end")
     add_engine_arguments(parser)
     return parser.parse_args(arguments)
@@ -167,9 +192,9 @@ def main(arguments: list[str] | None = None) -> int:
     if args.api_key is None and args.host not in LOOPBACK:
         print(f"Anybody who reaches {args.host} may use this server: it has no --api-key.", file=sys.stderr)
     try:
-        engine = build_engine(engine_args(args))
-        app = create_app(engine, args.served_model_name or str(args.model), api_key=args.api_key,
-                         max_waiting=args.max_waiting)  # fmt: skip
+        check_integer("port", args.port, 0, 65535)
+        limits = {n: getattr(args, n) for n in ("api_key", "max_waiting", "max_body_bytes", "limit_concurrency")}
+        app = create_app(build_engine(engine_args(args)), args.served_model_name or str(args.model), **limits)
         gc.freeze()  # what is loaded now stays: no collection looks at it again, nor does the end
         Server(app, args.host, args.port, args.shutdown_timeout).run()
     except EngineError as error:

@@ -5,7 +5,7 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
 from fastapi import Request, Response
@@ -22,10 +22,16 @@ from shared.openai_response import Writer
 from shared.output import RequestOutput
 from shared.sampling_params import SamplingParams
 
-STATUS = {InvalidRequestError: 400, QueueFullError: 429, EngineStoppedError: 503}  # other errors: 500
+
+class OverloadedError(EngineError):
+    """More requests are open than the server takes, whether or not they have reached the engine."""
+
+
+STATUS = {InvalidRequestError: 400, QueueFullError: 429, EngineStoppedError: 503, OverloadedError: 503}  # others: 500
 CODES = {400: "invalid_value", 401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed",
-         413: "body_too_large", 429: "queue_full", 503: "shutting_down"}  # fmt: skip
-HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}
+         408: "request_timeout", 413: "body_too_large", 429: "queue_full", 503: "shutting_down",
+         OverloadedError: "overloaded"}  # fmt: skip
+HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}}
 
 
 def describe(error: Exception) -> tuple[int, dict[str, Any]]:
@@ -40,12 +46,14 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
         param = ".".join(str(part) for part in first["loc"][1:]) or "body"
         status, message = 400, f"{param}: {first['msg']}"
     kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
-    return status, {"error": {"message": message, "type": kind, "param": param, "code": CODES.get(status)}}
+    code = CODES.get(type(error), CODES.get(status))
+    return status, {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 async def error_response(request: Request | None, error: Exception) -> Response:
     status, body = describe(error)
-    return Response(json.dumps(body), status, HEADERS.get(status), "application/json")
+    headers = {**HEADERS.get(status, {}), **(getattr(error, "headers", None) or {})}  # a 405 names what is allowed
+    return Response(json.dumps(body), status, headers, "application/json")
 
 
 class Service:
@@ -160,3 +168,21 @@ def release(collectors: Sequence[RequestOutputCollector], watcher: asyncio.Task 
         collector.close()
     if watcher is not None:
         watcher.cancel()
+
+
+class IdleConnections:
+    """Ends connections without a request; uvicorn waits for ever for who sends none, or a byte at a time."""
+
+    seconds = 30.0
+
+    def __init__(self) -> None:
+        self.since: dict[Any, float] = {}
+
+    def close(self, connections: Iterable[Any]) -> None:
+        """Called several times a second with uvicorn's connections, each with its request in `cycle`."""
+        now = time.monotonic()
+        idle = [each for each in connections if each.cycle is None or each.cycle.response_complete]
+        self.since = {each: self.since.get(each, now) for each in idle}
+        for connection, since in self.since.items():
+            if now - since > self.seconds:
+                connection.transport.close()

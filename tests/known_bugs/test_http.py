@@ -215,6 +215,8 @@ def test_b76_ctrl_c_ends_the_server_idle_or_in_the_middle_of_streams(processes):
     started = time.monotonic()
     for process in processes:
         process.send_signal(signal.SIGINT)
+    time.sleep(0.1)
+    processes[1].send_signal(signal.SIGINT)  # impatient
     last_line = response.read().decode().rstrip().splitlines()[-1]
     for process in processes:
         assert process.wait(timeout=15) == 0, process.stderr.read()
