@@ -8,7 +8,7 @@ from shared.batch import ForwardBatch
 from shared.cpu_ops import KernelsUnavailable, operation
 from shared.kv_cache import KVCache
 
-HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)  # those compiled in cpu_kernels.cpp
+HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)  # those compiled in cpu_attention.cpp
 
 
 class CPUPagedAttention:

@@ -1,4 +1,4 @@
-"""The compiled operations of cpu_kernels.cpp: built once with the system's C++ compiler, called through ctypes.
+"""The compiled operations of cpu_*.cpp: built once with the system's C++ compiler, called through ctypes.
 
 The library is kept in the cache folder under a name that depends on source, compiler and CPU. It is written
 beside its place and then renamed, so that two processes that build at the same time do no harm.
@@ -21,7 +21,9 @@ from torch import Tensor
 from shared.default_model import cache_home
 from shared.errors import EngineError
 
-SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
+FOLDER = Path(__file__).parent
+SOURCES = {name: FOLDER / f"cpu_{name}.cpp" for name in ("fused", "attention", "linear", "layers")}
+HEADERS = [FOLDER / f"cpu_{name}.h" for name in ("numbers", "vectors", "linear")]
 SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 COMPILE = ("-O3", "-std=c++17", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
 # Flags to compile and to link, the first that work. The OpenMP runtime is not linked: its symbols resolve
@@ -51,7 +53,7 @@ def kernels() -> ctypes.CDLL:
             return declared(ctypes.CDLL(str(built(compiler, compile_flags, link_flags))))
         except (OSError, subprocess.CalledProcessError) as error:
             errors.append(str(getattr(error, "stderr", "") or error).strip())
-    raise KernelsUnavailable(f"{compiler} could not build {SOURCE.name}: {errors[-1][-500:]}")
+    raise KernelsUnavailable(f"{compiler} could not build cpu_*.cpp: {errors[-1][-500:]}")
 
 
 def built(compiler: str, compile_flags: tuple[str, ...], link_flags: tuple[str, ...]) -> Path:
@@ -61,9 +63,10 @@ def built(compiler: str, compile_flags: tuple[str, ...], link_flags: tuple[str, 
     if not wanted.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            code, library = Path(scratch, "kernels.o"), Path(scratch, "kernels.so")
-            run(compiler, *COMPILE, *compile_flags, "-c", str(SOURCE), "-o", str(code))
-            run(compiler, "-shared", *link_flags, str(code), "-o", str(library))
+            library, parts = Path(scratch, "kernels.so"), {name: str(Path(scratch, f"{name}.o")) for name in SOURCES}
+            for name, source in SOURCES.items():
+                run(compiler, *COMPILE, *compile_flags, "-c", str(source), "-o", parts[name])
+            run(compiler, "-shared", *link_flags, *parts.values(), "-o", str(library))
             ctypes.CDLL(str(library))  # a library that does not load is no library
             os.replace(library, wanted)
     return wanted
@@ -78,7 +81,8 @@ def fingerprint(compiler: str, *flags: str) -> str:
     cpu_info = Path("/proc/cpuinfo")
     features = [line for line in cpu_info.read_text().splitlines() if line.lower().startswith(("flags", "features"))] \
         if cpu_info.exists() else [platform.processor()]
-    parts = [SOURCE.read_text(), run(compiler, "--version"), *flags, platform.platform(), *sorted(set(features))]
+    texts = [path.read_text() for path in (*HEADERS, *SOURCES.values())]
+    parts = [*texts, run(compiler, "--version"), *flags, platform.platform(), *sorted(set(features))]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
@@ -87,7 +91,40 @@ ARGUMENTS = {  # p: a tensor's memory, or None; i: a count; f: a number
     "rotary": "pppppiiiif",
     "swiglu": "ppii",
     "paged_attention": "pipipippppp" "ii" "pp" "iiiif",
+    "linear": "ppppiii",
+    "decoder_layers": "pipppp",
 }
+
+
+# The structures of cpu_layers.cpp, field by field.
+
+
+class Weights(ctypes.Structure):
+    """Addresses of one layer's weights, None for those it does not have."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in (
+        "input_norm", "post_norm", "q_norm", "k_norm",
+        "qkv", "qkv_bias", "o", "o_bias", "gate_up", "gate_up_bias", "down", "down_bias",
+    )]  # fmt: skip
+
+
+class Shape(ctypes.Structure):
+    """What all layers of a model share."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("hidden", "intermediate", "heads", "kv_heads", "head_dim")),
+        ("eps", ctypes.c_float), ("qk_eps", ctypes.c_float),
+    ]  # fmt: skip
+
+
+class Step(ctypes.Structure):
+    """What a step brings: addresses of the cache and of the batch, and their sizes."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in (
+            "keys", "values", "cos", "sin", "slots", "block_tables", "query_start_loc", "seq_lens")),
+        *((name, ctypes.c_int64) for name in ("layer_size", "table_width", "block_size", "requests", "tokens")),
+    ]  # fmt: skip
 
 
 def declared(library: ctypes.CDLL) -> ctypes.CDLL:
@@ -95,8 +132,9 @@ def declared(library: ctypes.CDLL) -> ctypes.CDLL:
     types = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
     for name, letters in ARGUMENTS.items():
         for suffix in SUFFIXES.values():
-            function = getattr(library, f"{name}_{suffix}")
-            function.argtypes, function.restype = [types[letter] for letter in letters], None
+            function = getattr(library, f"{name}_{suffix}", None)
+            if function is not None:
+                function.argtypes, function.restype = [types[letter] for letter in letters], None
     return library
 
 
@@ -104,7 +142,10 @@ def operation(name: str, dtype: torch.dtype):
     """The compiled function for one type of stored numbers; raises KernelsUnavailable."""
     if dtype not in SUFFIXES:
         raise KernelsUnavailable(f"dtype {dtype}: the compiled operations have {sorted(SUFFIXES.values())}")
-    return getattr(kernels(), f"{name}_{SUFFIXES[dtype]}")
+    function = getattr(kernels(), f"{name}_{SUFFIXES[dtype]}", None)
+    if function is None:
+        raise KernelsUnavailable(f"{name}: not compiled for {SUFFIXES[dtype]} on this CPU")
+    return function
 
 
 def address(tensor: Tensor | None) -> int | None:

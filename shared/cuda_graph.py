@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,35 +24,19 @@ from shared.scheduler import ScheduledRequest
 MAX_CAPTURED_ROWS = 256
 
 
-class Graph(Protocol):
-    """What can record the work of a function and do it again."""
-
-    def record(self, work: Callable[[], Tensor], pool: Any) -> Tensor:
-        """Run `work`, keeping what it does; the tensor it returns holds the result of each replay, too."""
-
-    def replay(self) -> None: ...
-
-    def pool(self) -> Any:
-        """The memory that other graphs may share, since no two run at once."""
-
-
 class CUDAGraph:
-    """torch.cuda.CUDAGraph, after one run outside of it that compiles kernels and fills caches."""
+    """torch.cuda.CUDAGraph: records the work of a function and does it again; `pool` is memory others may share."""
 
     def __init__(self):
         self.graph = torch.cuda.CUDAGraph()
+        self.replay, self.pool = self.graph.replay, self.graph.pool
 
     def record(self, work: Callable[[], Tensor], pool: Any) -> Tensor:
+        """The result, at the address where each replay leaves it; one run before compiles kernels and fills caches."""
         work()
         torch.cuda.synchronize()
         with torch.cuda.graph(self.graph, pool=pool):
             return work()
-
-    def replay(self) -> None:
-        self.graph.replay()
-
-    def pool(self) -> Any:
-        return self.graph.pool()
 
 
 def capture_sizes(max_num_seqs: int) -> list[int]:
@@ -99,7 +83,7 @@ class CUDAGraphRunner(ModelRunner):
 
     def __init__(
         self, model: Transformer, cache: KVCache, attention_backend: AttentionBackend,
-        max_num_seqs: int, max_model_len: int, block_size: int, new_graph: Callable[[], Graph] = CUDAGraph,
+        max_num_seqs: int, max_model_len: int, block_size: int, new_graph: Callable[[], CUDAGraph] = CUDAGraph,
     ):  # fmt: skip
         if not getattr(attention_backend, "can_be_captured", False):
             limit = "triton or flash_attn for CUDA graphs (or set enforce_eager=True)"
@@ -108,11 +92,11 @@ class CUDAGraphRunner(ModelRunner):
         self.sizes = capture_sizes(max_num_seqs)
         device = cache.keys.device
         self.buffers = DecodeBuffers(self.sizes[-1], max_model_len, block_size, cache.num_slots, device)
-        self.graphs: dict[int, tuple[Graph, Tensor]] = {}  # by size: the graph, and the hidden states it leaves
+        self.graphs: dict[int, tuple[CUDAGraph, Tensor]] = {}  # by size: the graph, and the hidden states it leaves
         self._capture(new_graph)
 
     @torch.inference_mode()
-    def _capture(self, new_graph: Callable[[], Graph]) -> None:
+    def _capture(self, new_graph: Callable[[], CUDAGraph]) -> None:
         """Record each size over padding rows, the largest first: the others fit into its memory."""
         pool = None
         for size in reversed(self.sizes):

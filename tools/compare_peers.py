@@ -169,6 +169,7 @@ class Comparison:
     def record(self, complete: bool) -> dict:
         """Everything that goes to the evidence file."""
         bound = {kind: round(statistics.median(each[kind] for each in self.bounds), 1) for kind in KINDS}
+        reachable = {kind: round(statistics.median(each["own"][kind] for each in self.bounds), 1) for kind in KINDS}
         own = {kind: statistics.median(self.rates[kind][OURS]) for kind in KINDS}
         return {
             "what": f"{len(self.work['workload'])} requests at once, and one of them alone", "dtype": self.args.dtype,
@@ -176,6 +177,8 @@ class Comparison:
             "machine": machine(), "versions": self.versions, "complete": complete, "left_out": self.failed,
             "tokens_per_second": self.rates, "times_the_peer": ratios(self.rates), "bound": bound,
             "share_of_bound": {kind: round(own[kind] / bound[kind], 2) for kind in KINDS},
+            "bound_with_our_linear_layers": reachable,
+            "share_of_that_bound": {kind: round(own[kind] / reachable[kind], 2) for kind in KINDS},
             "bound_by_round": self.bounds,
         }
 

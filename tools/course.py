@@ -50,7 +50,7 @@ CHAPTER_OF_MODULE = {
     "prefix_cache": "10",
     "parallel": "11", "group": "11",
     "attention": "12", "cpu_attention": "12", "kernels": "12", "kernels_attention": "12",
-    "runner": "12", "cuda_graph": "12",
+    "cpu_linear": "12", "cpu_layers": "12", "runner": "12", "cuda_graph": "12",
     "engine_args": "13", "async_engine": "13", "openai_api": "13", "openai_response": "13", "metrics": "13",
     "serving": "13", "server": "13",
     "load": "14", "summary": "14", "roofline": "14", "bench": "14",

@@ -41,7 +41,7 @@ def comparison(monkeypatch):
 
 
 def bound(requests):
-    return {"workload": 100.0, "one request": 200.0}
+    return {"workload": 100.0, "one request": 200.0, "own": {"workload": 200.0, "one request": 250.0}}
 
 
 def test_peers_that_end_or_hang_are_left_out(engine, comparison):
@@ -56,6 +56,7 @@ def test_peers_that_end_or_hang_are_left_out(engine, comparison):
     assert record["tokens_per_second"]["workload"] == {OURS: [50.0, 50.0], "good": [50.0]}
     assert record["times_the_peer"] == {kind: {"good": 1.0} for kind in KINDS}
     assert record["share_of_bound"] == {"workload": 0.5, "one request": 0.25}
+    assert record["share_of_that_bound"] == {"workload": 0.25, "one request": 0.2}
     assert "within" in record["left_out"]["good"]
 
 

@@ -9,8 +9,13 @@ import torch
 from shared import cpu_ops
 from shared.batch import ModelRunner, RaggedAttention
 from shared.cpu_attention import HEAD_DIMS, CPUPagedAttention
+from shared.cpu_layers import CompiledLayers, FusedLayer, FusedRMSNorm
+from shared.cpu_linear import PackedLinear
+from shared.cpu_ops import KernelsUnavailable
 from shared.kv_cache import KVCache
-from shared.runner import CPURunner, FusedLayer, FusedRMSNorm, PackedLinear
+from shared.model import DecoderLayer, ModelConfig, Transformer
+from shared.runner import CPURunner
+from tests.runtime.test_cpu_attention import ragged_batch
 from tests.runtime.test_ladder import GREEDY, PROMPTS, SAMPLED, real_params, serve
 from tests.runtime.tiny import VARIANTS, make_engine
 
@@ -97,6 +102,37 @@ def test_without_a_compiler_the_rest_still_works(family, monkeypatch):
     assert "compiler" in runner.missing["fuse"] and runner.attention_backend is RaggedAttention
     got = serve(make_engine(runner=runner, num_blocks=256), PROMPTS, GREEDY)
     assert got == answers(family("llama").model, GREEDY)
+
+
+def test_the_runner_takes_one_call_where_everything_is_compiled():
+    try:
+        cpu_ops.operation("decoder_layers", torch.bfloat16)
+    except KernelsUnavailable as error:
+        pytest.skip(str(error))
+    config = ModelConfig(128, 64, 96, 3, 4, 2, 32, 1e-5, 1e4, None, 512, True)
+
+    def layers_of(dtype=torch.bfloat16, **switches):
+        model = Transformer(config).requires_grad_(False).to(dtype)
+        return [type(x) for x in CPURunner(model, KVCache(config, 64, dtype), **switches).model.layers]
+
+    assert layers_of() == [CompiledLayers]
+    assert layers_of(torch.float32) == [FusedLayer] * 3
+    assert layers_of(prepack=False) == [FusedLayer] * 3
+    assert layers_of(fuse=False) == [DecoderLayer] * 3
+    assert layers_of(attention_backend=RaggedAttention) == [FusedLayer] * 3
+
+
+def test_gates_that_fill_no_panels_stay_layers():
+    torch.manual_seed(0)
+    config = ModelConfig(128, 64, 40, 2, 4, 2, 32, 1e-5, 1e4, None, 512, True)  # 40 gates and 40 ups: five panels
+    model = Transformer(config).eval().requires_grad_(False).bfloat16()
+    runner = CPURunner(copy.deepcopy(model), KVCache(config, 128, torch.bfloat16))
+    batch = ragged_batch([(1, 1), (5, 5)], 16)
+    with torch.inference_mode():
+        got = runner.forward(batch)
+        wanted = ModelRunner(model, KVCache(config, 128, torch.bfloat16)).forward(batch)
+    assert all(isinstance(layer, FusedLayer) for layer in runner.model.layers)
+    torch.testing.assert_close(got, wanted, atol=0.05, rtol=0.05)
 
 
 def test_the_real_model_says_the_same(real_model):

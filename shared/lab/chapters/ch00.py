@@ -17,8 +17,9 @@ CHAPTERS = {
     "sampling_params": "05", "sampling": "05", "request": "06", "output": "06", "allocator": "07", "scheduler": "07",
     "trace": "07", "batch": "08", "processor": "08", "engine": "08", "llm": "08", "block_manager": "09",
     "prefix_cache": "10", "parallel": "11", "group": "11", "attention": "12", "cpu_attention": "12",
-    "kernels": "12", "kernels_attention": "12", "runner": "12", "cuda_graph": "12", "engine_args": "13",
-    "async_engine": "13", "openai_api": "13", "openai_response": "13", "metrics": "13", "serving": "13", "server": "13",
+    "cpu_linear": "12", "cpu_layers": "12", "kernels": "12", "kernels_attention": "12", "runner": "12",
+    "cuda_graph": "12", "engine_args": "13", "async_engine": "13", "openai_api": "13",
+    "openai_response": "13", "metrics": "13", "serving": "13", "server": "13",
     "load": "14", "summary": "14", "roofline": "14", "bench": "14",
 }  # fmt: skip
 CONTROL_PLANE = {

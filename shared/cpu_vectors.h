@@ -1,0 +1,135 @@
+// Vectors of sixteen sums, and how the stored numbers are multiplied into them.
+#pragma once
+#include "cpu_numbers.h"
+
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+#define UNROLLED _Pragma("GCC unroll 16")  // so that an array of sums can live in registers
+
+constexpr Index LANES = 16;
+
+typedef float Vector __attribute__((vector_size(LANES * 4)));
+typedef std::uint32_t WideBits __attribute__((vector_size(LANES * 4)));
+typedef std::uint16_t Bits __attribute__((vector_size(LANES * 2)));
+
+inline Vector load(const float* x) {
+  Vector result;
+  std::memcpy(&result, x, sizeof result);
+  return result;
+}
+inline Vector load(const bfloat16* x) {
+  Bits bits;
+  std::memcpy(&bits, x, sizeof bits);
+  WideBits wide = __builtin_convertvector(bits, WideBits) << 16;
+  Vector result;
+  std::memcpy(&result, &wide, sizeof result);
+  return result;
+}
+
+inline void store(const Vector& x, float* place) { std::memcpy(place, &x, sizeof x); }
+inline void store(const Vector& x, bfloat16* place) {
+#ifdef __AVX512BF16__
+  __m256bh narrowed = _mm512_cvtneps_pbh((__m512)x);
+  std::memcpy(place, &narrowed, sizeof narrowed);
+#else
+  for (Index i = 0; i < LANES; ++i) place[i] = narrow<bfloat16>(x[i]);
+#endif
+}
+
+// As if it had been stored as bfloat16 and loaded again.
+inline Vector rounded(const Vector& x) {
+  bfloat16 narrowed[LANES];
+  store(x, narrowed);
+  return load(narrowed);
+}
+
+inline Vector larger(Vector x, Vector y) { return x > y ? x : y; }
+inline float maximum(const Vector& x) {
+  float best[LANES];
+  store(x, best);
+  for (Index width = LANES / 2; width; width /= 2)
+    for (Index i = 0; i < width; ++i) best[i] = std::max(best[i], best[i + width]);
+  return best[0];
+}
+inline float sum(const Vector& x) {
+  float total[LANES];
+  store(x, total);
+  for (Index width = LANES / 2; width; width /= 2)
+    for (Index i = 0; i < width; ++i) total[i] += total[i + width];
+  return total[0];
+}
+
+inline Vector exponential(Vector x) {
+  Vector result;
+  for (Index i = 0; i < LANES; ++i) result[i] = exponential(x[i]);
+  return result;
+}
+
+// Halves of both vectors added up and put together, then quarters, and so on.
+#define ADDED(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
+inline Vector halves(Vector x, Vector y) {
+  return ADDED(x, y, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+         ADDED(x, y, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+}
+inline Vector quarters(Vector x, Vector y) {
+  return ADDED(x, y, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
+         ADDED(x, y, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+}
+inline Vector eighths(Vector x, Vector y) {
+  return ADDED(x, y, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+         ADDED(x, y, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+}
+inline Vector sixteenths(Vector x, Vector y) {
+  return ADDED(x, y, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
+         ADDED(x, y, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+}
+#undef ADDED
+
+// Lane i of the result is the sum over the lanes of x[i].
+inline Vector sums_of(Vector x[LANES]) {
+  for (Index i = 0; i < 8; ++i) x[i] = halves(x[i], x[i + 8]);
+  for (Index i = 0; i < 4; ++i) x[i] = quarters(x[i], x[i + 4]);
+  for (Index i = 0; i < 2; ++i) x[i] = eighths(x[i], x[i + 2]);
+  return sixteenths(x[0], x[1]);
+}
+
+// SIZE numbers of T side by side. STEP of them make one product: a pair where the processor multiplies pairs.
+template <class T> struct Lanes {
+  static constexpr Index SIZE = LANES, STEP = 1;
+  using Type = Vector;
+  using Weight = float;
+
+  static Type load(const T* x, Index) { return ::load(x); }
+  static void add_products(Vector& sums, Type x, Type y) { sums += x * y; }
+  static Type splat(const Weight* weight) { return Vector{} + *weight; }
+  static void spread(const T* const* rows, Index from, Index, Type* result) { *result = ::load(*rows + from); }
+  static Index place(Index i) { return i; }
+};
+
+#ifdef __AVX512BF16__
+template <> struct Lanes<bfloat16> {
+  static constexpr Index SIZE = 2 * LANES, STEP = 2;
+  using Type = __m512i;
+  using Weight = bfloat16;
+
+  static Type load(const bfloat16* x, Index left) {
+    return left >= SIZE ? _mm512_loadu_si512(x) : _mm512_maskz_loadu_epi16((1u << left) - 1, x);
+  }
+  static void add_products(Vector& sums, Type x, Type y) {
+    sums = (Vector)_mm512_dpbf16_ps((__m512)sums, (__m512bh)x, (__m512bh)y);
+  }
+  static Type splat(const Weight* pair) {
+    std::int32_t bits;
+    std::memcpy(&bits, pair, sizeof bits);
+    return _mm512_set1_epi32(bits);
+  }
+  // The numbers of two rows in turn: pairs for the lower and for the upper four of every eight.
+  static void spread(const bfloat16* const* rows, Index from, Index left, Type* result) {
+    Type first = load(rows[0] + from, left), second = load(rows[1] + from, left);
+    result[0] = _mm512_unpacklo_epi16(first, second), result[1] = _mm512_unpackhi_epi16(first, second);
+  }
+  static Index place(Index i) { return i / 32 * 32 + i % 16 / 4 * 8 + i / 16 % 2 * 4 + i % 4; }
+};
+#endif
