@@ -171,7 +171,7 @@ def memory_stepper(scheduler: Callable[..., Scheduler], contiguous: Callable[[in
         slots, size, seqs = inputs["slots"], inputs["block_size"], inputs["max_num_seqs"]
         if slots % size:
             raise ValueError(f"{slots} slots are not a whole number of blocks of {size}")
-        allocators = {"Neighbouring slots, reserved exactly (blocks of one slot)": contiguous(slots),
+        allocators = {"Neighbours, reserved exactly (blocks of 1)": contiguous(slots),
                       f"Blocks of {size} slots": blocks(slots // size, size)}
         return lockstep([_side(title, scheduler(allocator, seqs, 512), arrivals)
                          for title, allocator in allocators.items()])
