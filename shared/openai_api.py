@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, FailFast, model_validator
 
 from shared.errors import InvalidRequestError
 from shared.sampling_params import SamplingParams
@@ -24,6 +24,14 @@ class Strict(BaseModel):
     """Unknown fields and wrong types are errors: no number from a string, no flag from a number."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def check_size(cls, data: Any) -> Any:
+        """Each unknown field would be an error of its own: of millions, none is written."""
+        if isinstance(data, dict) and len(data) > 100:
+            raise ValueError(f"{len(data)} fields, many more than there are")
+        return data
 
 
 class StreamOptions(Strict):
@@ -41,16 +49,16 @@ class GenerationRequest(Strict):
     top_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, Any] | None = None  # what is in it and in lists, SamplingParams and the engine check
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | list[Any] | None = None
     max_tokens: int | None = None
     user: str | None = None  # names the end user; no answer depends on it
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[Any] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -76,7 +84,7 @@ class GenerationRequest(Strict):
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions: a prompt or several, as text or token ids."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | list[Any]
     logprobs: int | None = None
 
     def sampling_params(self) -> SamplingParams:
@@ -84,36 +92,31 @@ class CompletionRequest(GenerationRequest):
 
     def prompt_ids(self, tokenizer: Tokenizer) -> list[list[int]]:
         """The token ids of each prompt. Long texts take a while: call it outside of the event loop."""
-        several = isinstance(self.prompt, list) and self.prompt and not isinstance(self.prompt[0], int)
+        several = isinstance(self.prompt, list) and self.prompt and isinstance(self.prompt[0], (str, list))
         prompts = self.prompt if several else [self.prompt]
         if len(prompts) > MAX_PROMPTS:
             raise InvalidRequestError("prompt", f"{len(prompts)} prompts", f"at most {MAX_PROMPTS} prompts")
         return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
 
 
-class TextPart(Strict):
-    type: str
-    text: str
-
-
 class Message(Strict):
     role: str
-    content: str | list[TextPart]
+    content: str | list[Any]
 
     def plain(self) -> dict[str, str]:
         """As a chat template takes it; parts of text are joined."""
         if isinstance(self.content, str):
             return {"role": self.role, "content": self.content}
         for part in self.content:
-            if part.type != "text":
-                raise InvalidRequestError("messages", part.type, "of parts with type 'text'")
-        return {"role": self.role, "content": "".join(part.text for part in self.content)}
+            if not isinstance(part, dict) or part != {"type": "text", "text": str(part.get("text"))}:
+                raise InvalidRequestError("messages", part, "of parts like {'type': 'text', 'text': ...}")
+        return {"role": self.role, "content": "".join(part["text"] for part in self.content)}
 
 
 class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions: a conversation, answered up to the model's length unless max_tokens says less."""
 
-    messages: list[Message]
+    messages: Annotated[list[Message], FailFast()]
     logprobs: bool | None = None
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None

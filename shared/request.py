@@ -113,15 +113,15 @@ class RequestLimits:
 
         A prompt of max_model_len tokens is refused, since it leaves no room for an answer (vLLM's boundary).
         """
-        self._check_ids("prompt_token_ids", prompt_token_ids)
-        self._check_ids("stop_token_ids", params.stop_token_ids or ())
-        self._check_ids("logit_bias", params.logit_bias or ())
         room = self.max_model_len - len(prompt_token_ids)
         if not prompt_token_ids:
             raise InvalidRequestError("prompt", "empty", "at least one token")
         if room < 1:
             limit = f"at most max_model_len - 1 = {self.max_model_len - 1} tokens"
             raise InvalidRequestError("prompt", f"{len(prompt_token_ids)} tokens", limit)
+        self._check_ids("prompt_token_ids", prompt_token_ids)
+        self._check_ids("stop_token_ids", params.stop_token_ids or ())
+        self._check_ids("logit_bias", params.logit_bias or ())
         return room if params.max_tokens is None else min(params.max_tokens, room)
 
     def _check_ids(self, name: str, ids: Any) -> None:

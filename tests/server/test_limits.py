@@ -163,6 +163,43 @@ def test_keys_of_logit_bias_are_numbers_as_json_writes_them(serve, key):
     assert served.complete(logit_bias={"5": 1})[0] == 200
 
 
+# A body of megabytes: read and refused without a million errors, each of which would be written
+
+
+def completion(**texts: str) -> tuple[str, bytes]:
+    fields = "".join(f', "{name}": {text}' for name, text in texts.items())
+    return "/v1/completions", f'{{"model": "{NAME}"{fields}}}'.encode()
+
+
+def chat(messages: str) -> tuple[str, bytes]:
+    return "/v1/chat/completions", f'{{"model": "{NAME}", "messages": {messages}}}'.encode()
+
+
+LARGE = {
+    "ids and one text": completion(prompt="[" + "5," * 1_900_000 + '"a"]'),
+    "dicts": completion(prompt="[" + "{}," * 1_300_000 + "{}]"),
+    "stops": completion(prompt='"a"', stop="[" + "5," * 1_900_000 + "5]"),
+    "stop tokens": completion(prompt='"a"', stop_token_ids="[" + '"",' * 1_300_000 + "5]"),
+    "biases": completion(prompt='"a"', logit_bias="{" + ",".join(f'"{i}": "x"' for i in range(300_000)) + "}"),
+    "fields": completion(prompt='"a"', **{f"k{i}": "1" for i in range(300_000)}),
+    "messages": chat("[" + "{}," * 1_300_000 + "{}]"),
+    "parts": chat('[{"role": "user", "content": [' + "{}," * 1_300_000 + "{}]}]"),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_large_body_that_is_wrong_everywhere_stalls_nobody(serve, name):
+    served = serve(toy_engine(tiny()))
+    path, body = LARGE[name]
+    assert len(body) < 4 * 2**20
+    raw = served.send(path, body)
+    started = time.monotonic()
+    assert served.complete(max_tokens=1)[0] == 200
+    status, _, answer = read_all(raw)
+    assert time.monotonic() - started < 8  # it was minutes, in which the server did nothing else
+    assert status == 400 and len(answer) < 500
+
+
 # A stream of scores costs the same at every token
 
 
