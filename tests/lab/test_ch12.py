@@ -20,6 +20,7 @@ from shared.lab.chapters.ch12_measure import (  # noqa: E402
     product_of_parts,
     runner_of,
     stack_times,
+    sum_of_savings,
     switchboard,
 )
 from shared.lab.chapters.ch12_tiles import some_scores, tile_stepper  # noqa: E402
@@ -139,6 +140,8 @@ def test_the_switchboard_shows_that_speedups_do_not_multiply():
     product = (100 / 80) * (100 / 70) * (100 / 90)
     assert f"multiply to {product:.2f}" in board.frame.value
     assert product_of_parts(made_up_times(), frozenset(SWITCHES)) == pytest.approx(product)
+    assert sum_of_savings(made_up_times(), frozenset(SWITCHES)) == pytest.approx(100 - 20 - 30 - 10)
+    assert f"a step of {100 / product:.1f} ms" in board.frame.value and "a step of 40.0 ms" in board.frame.value
     for switch in SWITCHES[1:]:
         board.fields[switch].value = False
     assert "attention in place: 1.25 times" in board.frame.value and "multiply" not in board.frame.value
