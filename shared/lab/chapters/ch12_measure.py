@@ -120,7 +120,7 @@ def sum_of_savings(times: Mapping[Setting, Measurement], setting: Setting) -> fl
 
 
 def switchboard(times: Mapping[Setting, Measurement]) -> Explorer:
-    """Turn each part on and off: the measured step beside two guesses, that speed-ups multiply and that savings add up."""
+    """Turn each part on and off: the measured step beside two guesses, speed-ups multiplied and savings added up."""
     slowest, plain = max(each.median for each in times.values()), times[frozenset()].median
 
     def render(inputs: dict[str, Any]) -> Html:
