@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,47 +28,44 @@ class OutputStreams:
     """Steps an engine for several callers at once, of any thread: what others report waits until they ask."""
 
     def __init__(self, engine: Engine):
-        self.engine, self._lock = engine, threading.RLock()
-        self._count = 0
-        self._ready: dict[str, list[RequestOutput]] = {}  # outputs that their caller has not taken yet
+        self.engine, self._lock, self._count = engine, threading.RLock(), 0
+        self._inboxes: dict[str, list[RequestOutput]] = {}  # of each unfinished request: where its caller looks
 
     @classmethod
     def of(cls, engine: Engine) -> OutputStreams:
         """One for each engine: all who step it must share it."""
         return vars(engine).setdefault("streams", cls(engine))
 
-    def add(self, prompt: Mapping[str, Any], params: SamplingParams | None) -> str:
-        """Queue a prompt; returns its id. Raises InvalidRequestError if it is refused."""
+    def add(self, prompt: Mapping[str, Any], params: SamplingParams | None, inbox: list[RequestOutput]) -> str:
+        """Queue a prompt whose outputs go to `inbox`; returns its id. Raises InvalidRequestError if it is refused."""
         with self._lock:
             while (name := str(self._count)) in self.engine.groups:
                 self._count += 1  # somebody has used it on the engine itself
             self.engine.add_request(name, prompt["prompt"], params, cache_salt=prompt["cache_salt"])
-            self._ready[name], self._count = [], self._count + 1
+            self._inboxes[name], self._count = inbox, self._count + 1
             return name
 
-    def take(self, names: Sequence[str]) -> list[RequestOutput]:
+    def take(self, names: Iterable[str], inbox: list[RequestOutput]) -> list[RequestOutput]:
         """Step until one of these requests has something to report; nothing if all were aborted on the engine."""
-        taken: list[RequestOutput] = []
-        while not taken:
+        while True:
             with self._lock:
-                taken = [output for name in names for output in self._ready.pop(name, ())]
-                if not taken and not any(name in self.engine.groups for name in names):
-                    break
-                self._ready |= {name: [] for name in names if name in self.engine.groups}
-                for output in () if taken else self.engine.step():
-                    if output.request_id in self._ready:
-                        self._ready[output.request_id].append(output)
-        return taken
+                if inbox or not any(name in self.engine.groups for name in names):
+                    taken, inbox[:] = inbox[:], []
+                    return taken
+                for output in self.engine.step():
+                    self._inboxes.get(output.request_id, []).append(output)
+                    if output.finished:
+                        self._inboxes.pop(output.request_id, None)
 
     def stream(
         self, prompts: Sequence[Mapping[str, Any]], params: Sequence[SamplingParams | None]
     ) -> Iterator[RequestOutput]:
         """Yield each output of these prompts; whatever is unfinished when the caller leaves is dropped."""
-        names: list[str] = []
+        names, inbox = set(), []
         try:
             for prompt, options in zip(prompts, params):
-                names.append(self.add(prompt, options))
-            while outputs := self.take(names):
+                names.add(self.add(prompt, options, inbox))
+            while outputs := self.take(names, inbox):
                 for output in outputs:
                     if output.finished:
                         names.remove(output.request_id)
@@ -81,7 +78,7 @@ class OutputStreams:
         """End a request that nobody waits for any more."""
         with self._lock:
             self.engine.abort(name)
-            self._ready.pop(name, None)
+            self._inboxes.pop(name, None)
 
 
 class LLM:

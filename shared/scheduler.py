@@ -116,6 +116,7 @@ class Queues:
         for queue in (self.running, self.waiting):
             if request in queue:
                 queue.remove(request)
+                break
         self.allocator.free(request)
         request.status, request.finish_reason = RequestStatus.FINISHED, reason
 

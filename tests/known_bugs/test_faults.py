@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from shared.batch import ModelRunner
 from shared.errors import EngineError, InvalidRequestError
@@ -135,6 +137,55 @@ def test_one_failing_call_ends_its_requests_and_no_other(make, place, at):
     again = serve(engine)  # usable, and whatever the prefix cache kept is right
     assert all(again[name].outputs[0].token_ids == expected(name) for name in PROMPTS)
     assert free_blocks(engine) == 16
+
+
+class Faults(Fault):
+    """Raises at several calls."""
+
+    def __init__(self, planned: set[int]):
+        super().__init__(0)
+        self.planned = planned
+
+    def __call__(self) -> None:
+        self.calls += 1
+        if self.calls in self.planned:
+            raise self.error
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.dictionaries(st.sampled_from(["model", "sampler", "push", "flush"]), st.sets(st.integers(1, 40), max_size=3)),
+    st.sampled_from([1, 2, 4, 40]), st.sampled_from([1, 2, 5]), st.sampled_from([0, 7, 60]),
+    st.sampled_from(["fcfs", "priority", "shortest_first"]), st.booleans(), st.lists(st.integers(-2, 2), min_size=5),
+)
+def test_whatever_fails_and_whenever_nothing_is_lost_and_nobody_else_suffers(
+    planned, block_size, max_num_seqs, more_tokens, policy, cached, priorities
+):
+    """Pools of one request's size and of one block, budgets of one token, priorities that preempt."""
+    faults = {place: Faults(planned.get(place, set())) for place in ("model", "sampler", "push", "flush")}
+    sample, num_blocks = Sampler(), -(-40 // block_size)
+    engine = (cached_engine if cached else make_engine)(
+        tiny(), num_blocks=num_blocks, block_size=block_size, max_num_seqs=max_num_seqs, policy=policy,
+        max_num_batched_tokens=max_num_seqs + more_tokens,
+        tokenizer=FailingTokenizer(faults["push"], faults["flush"]),
+        sampler=lambda logits, states: (faults["sampler"](), sample(logits, states))[1],
+    )  # fmt: skip
+    engine.runner = FailingRunner(engine.runner.model, engine.runner.cache)
+    engine.runner.fault, engine.runner.layer = faults["model"], 1
+    done = {}
+    for (name, prompt), priority in zip(PROMPTS.items(), priorities):
+        engine.add_request(name, prompt, OPTIONS, priority)
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+    for _ in range(1000):
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+        engine.scheduler.check()
+    assert done.keys() == PROMPTS.keys() and free_blocks(engine) == num_blocks and not engine.outputs.answers
+    for name, output in done.items():
+        (answer,) = output.outputs
+        assert answer.token_ids == expected(name)[: len(answer.token_ids)]
+        assert answer.error == "RuntimeError: planted" or answer.token_ids == expected(name)
+    if not any(planned.values()):
+        assert all(output.outputs[0].finish_reason == "length" for output in done.values())
 
 
 @pytest.mark.parametrize("make", [make_engine, cached_engine])

@@ -225,6 +225,21 @@ def test_two_llms_on_one_engine_get_their_own_outputs(llm):
     assert texts(finished) == expected[:2] and is_whole(llm) and is_whole(other)
 
 
+def test_a_call_with_thousands_of_prompts_costs_each_step_the_same(llm):
+    """The names that wait are not looked at again at every step."""
+    groups, looks = llm.engine.outputs.groups, []
+
+    class Counted(dict):
+        def __contains__(self, name):
+            looks.append(name)
+            return super().__contains__(name)
+
+    llm.engine.outputs.groups = Counted(groups)
+    outputs = llm.generate([[5]] * 500, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
+    assert len(outputs) == 500 and len(looks) < 10 * 500
+    assert all(len(output.outputs[0].token_ids) == 2 for output in outputs) and is_whole(llm)
+
+
 def test_a_name_that_is_in_use_on_the_engine_itself_is_passed_over(llm):
     llm.engine.add_request("1", "abc", GREEDY)
     assert len(llm.generate(["abc", "defg", "xyz"], GREEDY)) == 3
