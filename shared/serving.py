@@ -131,8 +131,10 @@ async def write_events(
         if include_usage:
             yield f"data: {writer.usage_chunk(list(latest.values())).model_dump_json()}\n\n"
         yield "data: [DONE]\n\n"
-    except EngineError as error:
+    except Exception as error:
         yield f"data: {json.dumps(describe(error)[1])}\n\n"
+        if not isinstance(error, EngineError):
+            raise  # for the log
     finally:
         release(collectors, watcher)
 
@@ -173,10 +175,8 @@ def release(collectors: Sequence[RequestOutputCollector], watcher: asyncio.Task 
 class IdleConnections:
     """Ends connections without a request; uvicorn waits for ever for who sends none, or a byte at a time."""
 
-    seconds = 30.0
-
-    def __init__(self) -> None:
-        self.since: dict[Any, float] = {}
+    def __init__(self, seconds: float = 30.0):
+        self.seconds, self.since = seconds, {}
 
     def close(self, connections: Iterable[Any]) -> None:
         """Called several times a second with uvicorn's connections, each with its request in `cycle`."""

@@ -160,6 +160,21 @@ def test_an_error_of_the_model_is_a_500_or_ends_the_stream_and_the_next_is_serve
     assert served.complete()[1]["choices"][0]["text"] == "ab"
 
 
+def test_a_fault_of_the_server_itself_is_told_without_its_words(serve):
+    served = serve(scripted(*"abcd"))
+
+    def fail(token_id):
+        raise RuntimeError("a secret of ours")
+
+    served.engine.tokenizer.token_bytes = fail
+    status, body = served.complete(logprobs=1)
+    assert status == 500 and body["error"]["message"] == "internal error"
+    raw = served.send("/v1/completions", {"model": NAME, "prompt": "ab", "stream": True, "logprobs": 1})
+    head, _, events = raw.makefile("rb").read().decode().partition("\r\n\r\n")
+    assert " 200 " in head and json.loads(events.removeprefix("data: "))["error"]["message"] == "internal error"
+    assert served.idle() and served.complete()[1]["choices"][0]["text"] == "abcd"
+
+
 def test_a_dead_engine_is_unhealthy_and_answers_500(serve):
     served = serve(scripted("a"))
     assert served.get("/health")[0] == 200
