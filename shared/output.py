@@ -74,7 +74,7 @@ def held_length(text: str, stops: Sequence[str]) -> int:
     return len(text) - min(firsts, default=len(text))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CompletionOutput:
     """One answer. `text` is everything so far, `new_text` what this step added to it.
 
@@ -89,8 +89,12 @@ class CompletionOutput:
     finish_reason: str | None  # stop, length, abort or error; None while it runs
     stop_reason: int | str | None
     error: str | None
-    growing_token_ids: list[int] = field(repr=False, compare=False)
-    growing_logprobs: list[dict[int, Logprob]] | None = field(repr=False, compare=False)
+    growing_token_ids: list[int] = field(compare=False)
+    growing_logprobs: list[dict[int, Logprob]] | None = field(compare=False)
+
+    def __repr__(self) -> str:
+        names = "index", "text", "new_text", "token_ids", "logprobs", "finish_reason", "stop_reason", "error"
+        return f"CompletionOutput({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
     @cached_property
     def token_ids(self) -> list[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -377,6 +379,8 @@ def test_an_output_stays_what_it_was_when_it_came():
     assert [output.metrics[0].last_token for output in outputs] == [0.0, 1.0, 2.0, 3.0, 4.0]
     assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 2, 3, 4, 5]
     assert [len(output.outputs[0].logprobs) for output in outputs] == [1, 2, 3, 4, 5]
+    first, tokens = outputs[0], outputs[-1].outputs[0].token_ids
+    assert f"token_ids={tokens[:1]}, " in repr(first) and pickle.loads(pickle.dumps(first)) == first
 
 
 def test_scores_that_are_no_numbers_are_an_error_not_an_answer():
