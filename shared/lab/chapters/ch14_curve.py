@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -95,8 +96,8 @@ def render_load(points: Sequence[Point], rate: float, percent: float, ttft: floa
 
 def _words(point: Point, ttft: float, tpot: float) -> str:
     good, sent = point.good(ttft, tpot), len(point.times) + point.failed
-    return (f"At {point.rate:.1f} requests a second, {good} of {sent} meet TTFT ≤ {ttft:g} ms and "
-            f"TPOT ≤ {tpot:g} ms: a goodput of {good / point.seconds:.1f} requests a second.")
+    return (f"At {point.rate:.1f} requests a second, {good} of {sent} meet TTFT ≤ {ttft:.10g} ms and "
+            f"TPOT ≤ {tpot:.10g} ms: a goodput of {good / point.seconds:.1f} requests a second.")
 
 
 def _row(point: Point, percent: float, ttft: float, tpot: float, points: Sequence[Point],
@@ -114,7 +115,7 @@ def load_chart(points: Sequence[Point], about: str = "", percents: Sequence[floa
     """Latency against load, as png bytes; `about` says where and when it was measured."""
     counts = [len(point.times) for point in points]
     title = f"Latency against load, {min(counts)} to {max(counts)} requests a point{about and f': {about}'}"
-    figure, axes = chart(8.4, 3.0, columns=2, title=title)
+    figure, axes = chart(8.4, 3.0, columns=2, title=textwrap.fill(title, 100))
     for side, (name, words) in zip(axes, (("ttft", "time to first token, ms"), ("tpot", "time per output token, ms"))):
         for percent in percents:
             values = [percentile(getattr(point, name), percent) for point in points]

@@ -17,7 +17,7 @@ from typing import Any
 from shared.lab.chapters.ch14_curve import Point
 from shared.lab.chapters.ch14_ladder import CHAPTERS, LARGE, Run, rounds, stages, transformers_stage, work
 from shared.lab.charts import chart, to_png
-from shared.lab.machine import GIGA, Measurement, measured_bandwidth, measured_flops
+from shared.lab.machine import GIGA, Measurement, environment, measured_bandwidth, measured_flops
 from shared.lab.markup import Html, join, note, table, tag
 from shared.roofline import Roofline
 
@@ -170,7 +170,8 @@ def write_ladder(results: Mapping[str, Sequence[Run]], speeds: Sequence[Measurem
 
 
 def draw_ladder(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    path.write_bytes(ladder_chart({f"{LARGE['count']} requests, SmolLM2-135M, float32, two CPU cores": rows}))
+    on = environment()["processor"]
+    path.write_bytes(ladder_chart({f"{LARGE['count']} requests, SmolLM2-135M, float32, {on}": rows}))
 
 
 def save_load(shares: Sequence[float] = (0.2, 0.4, 0.6, 0.8, 1.0, 1.2), seconds: float = 10.0) -> Path:
