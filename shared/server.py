@@ -131,7 +131,7 @@ class Server(uvicorn.Server):
     """uvicorn, which ends the engine before it closes the connections: streams finish, or hear why they don't."""
 
     def __init__(self, app: FastAPI, host: str = "127.0.0.1", port: int = 8000, shutdown_timeout: float = 1.0):
-        options = {"log_level": "warning", "timeout_graceful_shutdown": 0.5, "lifespan": "off"}
+        options = {"log_level": "warning", "timeout_graceful_shutdown": 0.5, "lifespan": "off", "ws": "none"}
         super().__init__(uvicorn.Config(app, host=host, port=port, **options))
         self.engine, self.shutdown_timeout, self.idle = app.state.service.engine, shutdown_timeout, IdleConnections()
 

@@ -103,6 +103,15 @@ def test_a_connection_with_a_request_stays_however_long_it_waits(serve):
     assert served.complete()[1]["choices"][0]["text"] == "ab"
 
 
+def test_an_upgrade_to_a_websocket_is_passed_over_whatever_is_installed(serve):
+    served = serve(scripted("a"))
+    raw = served.connect()
+    raw.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\nUpgrade: websocket\r\nConnection: upgrade\r\n"
+                b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n")  # fmt: skip
+    assert b" 200 " in raw.recv(65536).split(b"\r\n")[0]
+    assert served.server.config.ws_protocol_class is None and served.complete()[0] == 200
+
+
 def test_who_is_refused_and_goes_on_sending_is_closed(serve):
     served = serve(toy_engine(tiny()), api_key="secret")
     served.server.idle.seconds = 0.3
