@@ -209,7 +209,7 @@ def test_b35_a_refused_prompt_leaves_nothing_behind(llm, bad, position):
     prompts.insert(position, bad)
     with pytest.raises(InvalidRequestError):
         llm.generate(prompts, greedy(4))
-    assert free_blocks(llm.engine) == 16 and not llm.engine.has_unfinished_requests() and not llm._streams._ready
+    assert free_blocks(llm.engine) == 16 and not llm.engine.has_unfinished_requests() and not llm._streams._inboxes
     outputs = llm.generate(["a", "b"], greedy(4))
     assert [output.prompt for output in outputs] == ["a", "b"]
     alone = [llm.generate(prompt, greedy(4))[0].outputs[0].text for prompt in "ab"]
@@ -232,7 +232,7 @@ def test_b35_an_error_or_an_interrupt_on_the_way_leaves_nothing_behind(llm, erro
     with pytest.raises((GenerationError, KeyboardInterrupt)):
         llm.generate(["one", "two"], greedy(6))
     monkeypatch.undo()
-    assert free_blocks(llm.engine) == 16 and not llm.engine.has_unfinished_requests() and not llm._streams._ready
+    assert free_blocks(llm.engine) == 16 and not llm.engine.has_unfinished_requests() and not llm._streams._inboxes
     llm.engine.scheduler.check()
     assert [output.outputs[0].text for output in llm.generate(["a", "b"], greedy(6))] == expected
 
