@@ -22,7 +22,7 @@ from shared.tokenizer import Tokenizer
 from shared.trace import Trace
 
 MakeEngine = Callable[..., Engine]
-LENGTHS = (20, 3, 5, 2, 4, 16, 3, 6)  # tokens of each answer
+LENGTHS = (12, 3, 5, 2, 4, 10, 3, 6)  # tokens of each answer
 ROWS, PROMPT_TOKENS, LONG_PROMPT = 4, 6, 256
 SIZES = (1, 4, 8, 64, 260)  # tokens in one run of the model
 
