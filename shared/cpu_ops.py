@@ -13,6 +13,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -63,10 +64,16 @@ def built(compiler: str, compile_flags: tuple[str, ...], link_flags: tuple[str, 
     if not wanted.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            library, parts = Path(scratch, "kernels.so"), {name: str(Path(scratch, f"{name}.o")) for name in SOURCES}
-            for name, source in SOURCES.items():
-                run(compiler, *COMPILE, *compile_flags, "-c", str(source), "-o", parts[name])
-            run(compiler, "-shared", *link_flags, *parts.values(), "-o", str(library))
+            library = Path(scratch, "kernels.so")
+
+            def compiled(source: Path) -> str:
+                code = str(Path(scratch, f"{source.stem}.o"))
+                run(compiler, *COMPILE, *compile_flags, "-c", str(source), "-o", code)
+                return code
+
+            with ThreadPoolExecutor() as pool:
+                codes = list(pool.map(compiled, SOURCES.values()))
+            run(compiler, "-shared", *link_flags, *codes, "-o", str(library))
             ctypes.CDLL(str(library))  # a library that does not load is no library
             os.replace(library, wanted)
     return wanted
