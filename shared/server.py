@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import gc
 import hmac
 import os
@@ -152,7 +153,20 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: Any = None) -> None:
         await asyncio.to_thread(self.engine.shutdown, self.shutdown_timeout)
+        await self._stop_accepting()
         await super().shutdown(sockets)
+
+    async def _stop_accepting(self) -> None:
+        """Let who was accepted become a connection. asyncio forgets, and never closes, whom it accepts as a
+        listening socket closes: a connection takes two rounds of the loop to be made.
+        """
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(NotImplementedError):  # Windows' loop has no readers to remove
+            for server in self.servers:
+                for listener in server.sockets:
+                    loop.remove_reader(listener)
+        for _ in range(2):
+            await asyncio.sleep(0)
 
     def start(self) -> str:
         """Serve from a thread of this process, for notebooks and tests; returns the address."""

@@ -159,6 +159,19 @@ def read_all(raw: socket.socket) -> tuple[int, str, bytes]:
     return int(head.split()[1]), head.decode(), body
 
 
+def has_ended(raw: socket.socket, seconds: float = 5.0) -> bool:
+    """Whether the server closes this connection; what it still sends is read."""
+    raw.settimeout(seconds)
+    try:
+        while raw.recv(65536):
+            pass
+    except ConnectionError:
+        pass
+    except TimeoutError:
+        return False
+    return True
+
+
 def parse_events(data: bytes) -> list[Any]:
     lines = [line.removeprefix("data: ") for line in data.decode().split("\n\n") if line]
     return [line if line == "[DONE]" else json.loads(line) for line in lines]

@@ -14,23 +14,19 @@ from shared.sampling import Logprob
 from shared.sampling_params import SamplingParams
 from shared.server import Gate, create_app, main, parse_args
 from tests.known_bugs.helpers import tiny
-from tests.server.served import NAME, read_all, read_events, request_head, scripted, toy_engine, wait_for
+from tests.server.served import (
+    NAME,
+    has_ended,
+    read_all,
+    read_events,
+    request_head,
+    scripted,
+    toy_engine,
+    wait_for,
+)
 
 BODY = json.dumps({"model": NAME, "prompt": "ab", "max_tokens": 2}).encode()
 LONG = {"model": NAME, "prompt": "ab", "stream": True, "max_tokens": 150}
-
-
-def has_ended(raw, seconds: float = 5.0) -> bool:
-    """Whether the server closes this connection; what it still sends is read."""
-    raw.settimeout(seconds)
-    try:
-        while raw.recv(65536):
-            pass
-    except ConnectionError:
-        pass
-    except TimeoutError:
-        return False
-    return True
 
 
 def test_beyond_the_limit_of_open_requests_is_a_503_until_one_has_ended(serve):

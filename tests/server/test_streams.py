@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import sys
 import time
 
 import pytest
@@ -13,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.known_bugs.helpers import greedy, oracle, random_prompt, tiny
 from tests.server.served import (
     NAME,
+    has_ended,
     parse_events,
     read_all,
     read_events,
@@ -189,6 +191,26 @@ def test_a_shutdown_finishes_short_answers_and_says_so_to_long_ones(stream):
         assert json.loads(whole[2])["choices"][0]["text"] == "abcdefghab"
         assert cut[0] == 503 and json.loads(cut[2])["error"]["code"] == "shutting_down"
     assert not served.engine.groups and not served.server.thread.is_alive()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="its event loop cannot stop accepting")
+@pytest.mark.parametrize("num_clients", [1, 8])
+def test_who_is_accepted_as_the_listening_socket_closes_is_closed_too(num_clients):
+    """The loop is held until both are due in one round: to accept the clients, and to stop listening."""
+    from tests.server.served import Served
+
+    served, late = Served(scripted("a")), []
+    end_engine, loop = served.async_engine.shutdown, served.server.servers[0].get_loop()
+
+    def end_as_clients_come(timeout: float) -> None:
+        end_engine(timeout)
+        loop.call_soon_threadsafe(time.sleep, 0.3)
+        time.sleep(0.05)
+        late.extend(served.connect() for _ in range(num_clients))
+
+    served.async_engine.shutdown = end_as_clients_come
+    served.server.stop()
+    assert len(late) == num_clients and all(has_ended(raw, 1.0) for raw in late)
 
 
 def test_who_comes_while_the_server_ends_is_refused(serve):
