@@ -7,7 +7,8 @@
 constexpr Index KEYS = 64;    // keys of one tile
 constexpr Index TOKENS = 16;  // queries of one tile, each with all heads that share a key-value head
 constexpr Index PARALLEL = 8; // requests that keep all threads busy
-constexpr Index ROWS = 3;     // queries whose sums stay in registers while keys or values go by
+constexpr Index FEW = 16;     // queries of a tile below which a vector holds dimensions, not queries
+constexpr Index ROWS = LANES == 16 ? 3 : 1;  // queries whose sums stay in registers
 
 // One layer of the cache and the step's block tables: where the keys and values of each request lie.
 template <class T> struct Cache {
@@ -155,12 +156,13 @@ template <class T, Index DIM> class RunningAttention {
   std::vector<float> scores, sums, maxima, totals;
 };
 
-// For many rows: a vector holds sixteen rows, so that neither scores nor maxima need adding up across a vector.
+// For many rows: a vector holds neighbouring rows, so that neither scores nor maxima need adding up across a vector.
 // Keys and values are widened once for all rows.
 template <class T, Index DIM> class TiledAttention {
  public:
   static constexpr Index PARTS = DIM / LANES;
-  static constexpr Index TOGETHER = PARTS <= 4 ? 4 : PARTS <= 8 ? 2 : 1;  // rows whose sums fit in registers
+  // Rows whose sums stay in registers; they divide LANES.
+  static constexpr Index TOGETHER = 4 * PARTS <= SUMS_AT_HAND ? 4 : 2 * PARTS <= SUMS_AT_HAND ? 2 : 1;
 
   TiledAttention(Index rows, const Index* own_limits)
       : width((rows + LANES - 1) / LANES * LANES), limits(width, std::numeric_limits<std::int32_t>::max()),
@@ -280,7 +282,7 @@ void attend_by(const Tile& own, const Cache<T>& cache, const T* q, Index q_strid
 
 template <class T, Index DIM>
 void attend(const Tile& own, const Cache<T>& cache, const T* q, Index q_stride, T* out, Index heads, float scale) {
-  bool many = own.num_tokens * heads / cache.kv_heads >= LANES;
+  bool many = own.num_tokens * heads / cache.kv_heads >= FEW;
   (many ? attend_by<TiledAttention<T, DIM>, T> : attend_by<RunningAttention<T, DIM>, T>)(
       own, cache, q, q_stride, out, heads, scale);
 }
@@ -307,7 +309,7 @@ std::vector<Tile> tiles_of(const Index* query_start_loc, const Index* seq_lens, 
     Index start = query_start_loc[r], end = query_start_loc[r + 1];
     for (Index t = start; t < end; t += TOKENS) {
       Index count = std::min(TOKENS, end - t);
-      Index together = requests >= PARALLEL && count * group < LANES ? kv_heads : 1;
+      Index together = requests >= PARALLEL && count * group < FEW ? kv_heads : 1;
       for (Index h = 0; h < kv_heads; h += together)
         tiles.push_back({r, t, count, seq_lens[r] - end + t, h, together});
     }

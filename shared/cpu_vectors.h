@@ -1,4 +1,4 @@
-// Vectors of sixteen sums, and how the stored numbers are multiplied into them.
+// Vectors of sums as wide as the processor's, and how the stored numbers are multiplied into them.
 #pragma once
 #include "cpu_numbers.h"
 
@@ -8,7 +8,13 @@
 
 #define UNROLLED _Pragma("GCC unroll 16")  // so that an array of sums can live in registers
 
-constexpr Index LANES = 16;
+#if defined(__AVX512F__)
+constexpr Index LANES = 16, SUMS_AT_HAND = 16;  // vectors of sums that stay in registers
+#elif defined(__AVX__)
+constexpr Index LANES = 8, SUMS_AT_HAND = 8;
+#else
+constexpr Index LANES = 4, SUMS_AT_HAND = 16;
+#endif
 
 typedef float Vector __attribute__((vector_size(LANES * 4)));
 typedef std::uint32_t WideBits __attribute__((vector_size(LANES * 4)));
@@ -67,6 +73,7 @@ inline Vector exponential(Vector x) {
   return result;
 }
 
+#ifdef __AVX512F__
 // Halves of both vectors added up and put together, then quarters, and so on.
 #define ADDED(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
 inline Vector halves(Vector x, Vector y) {
@@ -94,6 +101,13 @@ inline Vector sums_of(Vector x[LANES]) {
   for (Index i = 0; i < 2; ++i) x[i] = eighths(x[i], x[i + 2]);
   return sixteenths(x[0], x[1]);
 }
+#else
+inline Vector sums_of(Vector x[LANES]) {
+  Vector result;
+  for (Index i = 0; i < LANES; ++i) result[i] = sum(x[i]);
+  return result;
+}
+#endif
 
 // SIZE numbers of T side by side. STEP of them make one product: a pair where the processor multiplies pairs.
 template <class T> struct Lanes {

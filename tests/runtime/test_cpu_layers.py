@@ -24,7 +24,7 @@ SIZES = ((32, 16), (64, 48), (576, 960), (96, 16))  # inputs, outputs
 FLAGS = {  # of COMPILE: GCC's and clang's words for a CPU without its newest instructions
     "this CPU": ("-march=native",),
     "no tiles": ("-march=native", "-mno-amx-bf16", "-mno-amx-tile"),
-    "no bfloat16": ("-march=native", "-mno-amx-bf16", "-mno-amx-tile", "-mno-avx512bf16"),
+    "AVX2 alone": ("-march=x86-64-v3",),
 }
 
 
