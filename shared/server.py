@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import gc
 import hmac
 import os
@@ -23,12 +22,13 @@ from shared.errors import EngineError, InvalidRequestError
 from shared.openai_api import ChatRequest, CompletionRequest
 from shared.openai_response import ChatWriter, Writer
 from shared.sampling_params import check_integer
-from shared.serving import IdleConnections, OverloadedError, Service, error_response
+from shared.serving import IdleConnections, OverloadedError, Service, error_response, stop_accepting
 
 MAX_BODY_BYTES = 4 * 2**20
 LIMIT_CONCURRENCY = 512
 OPEN_PATHS = ("/health", "/metrics")  # for probes, which have no key
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+UVICORN = {"log_level": "warning", "timeout_graceful_shutdown": 0.5, "lifespan": "off", "ws": "none"}
 
 
 class Gate:
@@ -132,8 +132,7 @@ class Server(uvicorn.Server):
     """uvicorn, which ends the engine before it closes the connections: streams finish, or hear why they don't."""
 
     def __init__(self, app: FastAPI, host: str = "127.0.0.1", port: int = 8000, shutdown_timeout: float = 1.0):
-        options = {"log_level": "warning", "timeout_graceful_shutdown": 0.5, "lifespan": "off", "ws": "none"}
-        super().__init__(uvicorn.Config(app, host=host, port=port, **options))
+        super().__init__(uvicorn.Config(app, host=host, port=port, **UVICORN))
         self.engine, self.shutdown_timeout, self.idle = app.state.service.engine, shutdown_timeout, IdleConnections()
 
     @property
@@ -153,20 +152,8 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: Any = None) -> None:
         await asyncio.to_thread(self.engine.shutdown, self.shutdown_timeout)
-        await self._stop_accepting()
+        await stop_accepting(self.servers)
         await super().shutdown(sockets)
-
-    async def _stop_accepting(self) -> None:
-        """Let who was accepted become a connection. asyncio forgets, and never closes, whom it accepts as a
-        listening socket closes: a connection takes two rounds of the loop to be made.
-        """
-        loop = asyncio.get_running_loop()
-        with contextlib.suppress(NotImplementedError):  # Windows' loop has no readers to remove
-            for server in self.servers:
-                for listener in server.sockets:
-                    loop.remove_reader(listener)
-        for _ in range(2):
-            await asyncio.sleep(0)
 
     def start(self) -> str:
         """Serve from a thread of this process, for notebooks and tests; returns the address."""

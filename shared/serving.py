@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -54,6 +55,17 @@ async def error_response(request: Request | None, error: Exception) -> Response:
     status, body = describe(error)
     headers = {**HEADERS.get(status, {}), **(getattr(error, "headers", None) or {})}  # a 405 names what is allowed
     return Response(json.dumps(body), status, headers, "application/json")
+
+
+async def stop_accepting(servers: Iterable[asyncio.Server]) -> None:
+    """Let who was accepted become a connection, which takes two rounds of the loop. asyncio never closes whom it
+    accepts in the round in which the listening socket closes.
+    """
+    if sys.platform != "win32":  # whose loop has no readers
+        for listener in [each for server in servers for each in server.sockets]:
+            asyncio.get_running_loop().remove_reader(listener)
+    for _ in range(2):
+        await asyncio.sleep(0)
 
 
 class Service:
