@@ -52,20 +52,16 @@ inline Vector rounded(const Vector& x) {
 }
 
 inline Vector larger(Vector x, Vector y) { return x > y ? x : y; }
-inline float maximum(const Vector& x) {
-  float best[LANES];
-  store(x, best);
+// All lanes joined to one number, half and half.
+template <class Join> float joined(const Vector& x, Join join) {
+  float lanes[LANES];
+  store(x, lanes);
   for (Index width = LANES / 2; width; width /= 2)
-    for (Index i = 0; i < width; ++i) best[i] = std::max(best[i], best[i + width]);
-  return best[0];
+    for (Index i = 0; i < width; ++i) lanes[i] = join(lanes[i], lanes[i + width]);
+  return lanes[0];
 }
-inline float sum(const Vector& x) {
-  float total[LANES];
-  store(x, total);
-  for (Index width = LANES / 2; width; width /= 2)
-    for (Index i = 0; i < width; ++i) total[i] += total[i + width];
-  return total[0];
-}
+inline float maximum(const Vector& x) { return joined(x, [](float a, float b) { return std::max(a, b); }); }
+inline float sum(const Vector& x) { return joined(x, [](float a, float b) { return a + b; }); }
 
 inline Vector exponential(Vector x) {
   Vector result;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import shutil
 
 import pytest
 
@@ -145,6 +146,13 @@ def test_the_switchboard_shows_that_speedups_do_not_multiply():
     for switch in SWITCHES[1:]:
         board.fields[switch].value = False
     assert "attention in place: 1.25 times" in board.frame.value and "multiply" not in board.frame.value
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="FlexAttention needs a C++ compiler")
+def test_three_ways_to_attend_agree_before_they_are_timed():
+    from shared.lab.chapters.ch12_flex import WAYS, times
+
+    assert [each.what for each in times(torch.float32, 1)] == [f"float32, {name}" for name in WAYS]
 
 
 # The exercises' references

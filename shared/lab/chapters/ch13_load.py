@@ -111,7 +111,7 @@ class Load:
                 return
 
     def stop(self) -> None:
-        """Nobody asks any more. A client whose server is gone may wait for bytes that never come: it is left alone."""
+        """Nobody asks any more. A client that still waits after PATIENCE seconds is left alone."""
         self.over.set()
         deadline = time.monotonic() + PATIENCE
         for thread in self.threads:
