@@ -1,5 +1,7 @@
 // Vectors of sums as wide as the processor's, and how the stored numbers are multiplied into them.
 #pragma once
+#include <utility>
+
 #include "cpu_numbers.h"
 
 #ifdef __AVX512BF16__
@@ -69,41 +71,21 @@ inline Vector exponential(Vector x) {
   return result;
 }
 
-#ifdef __AVX512F__
-// Halves of both vectors added up and put together, then quarters, and so on.
-#define ADDED(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
-inline Vector halves(Vector x, Vector y) {
-  return ADDED(x, y, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-         ADDED(x, y, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+// Runs of SPAN lanes, of x and of y in turn: their first runs plus their second ones.
+template <Index SPAN> constexpr int first_run(Index lane) {
+  return int(lane - lane % (2 * SPAN) + lane % SPAN + (lane % (2 * SPAN) < SPAN ? 0 : LANES));
 }
-inline Vector quarters(Vector x, Vector y) {
-  return ADDED(x, y, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
-         ADDED(x, y, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+template <Index SPAN, Index... LANE> Vector added(Vector x, Vector y, std::integer_sequence<Index, LANE...>) {
+  return __builtin_shufflevector(x, y, first_run<SPAN>(LANE)...) +
+         __builtin_shufflevector(x, y, (first_run<SPAN>(LANE) + int(SPAN))...);
 }
-inline Vector eighths(Vector x, Vector y) {
-  return ADDED(x, y, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
-         ADDED(x, y, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-}
-inline Vector sixteenths(Vector x, Vector y) {
-  return ADDED(x, y, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
-         ADDED(x, y, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
-}
-#undef ADDED
 
 // Lane i of the result is the sum over the lanes of x[i].
-inline Vector sums_of(Vector x[LANES]) {
-  for (Index i = 0; i < 8; ++i) x[i] = halves(x[i], x[i + 8]);
-  for (Index i = 0; i < 4; ++i) x[i] = quarters(x[i], x[i + 4]);
-  for (Index i = 0; i < 2; ++i) x[i] = eighths(x[i], x[i + 2]);
-  return sixteenths(x[0], x[1]);
+template <Index SPAN = LANES / 2> Vector sums_of(Vector x[LANES]) {
+  for (Index i = 0; i < SPAN; ++i) x[i] = added<SPAN>(x[i], x[i + SPAN], std::make_integer_sequence<Index, LANES>());
+  if constexpr (SPAN == 1) return x[0];
+  else return sums_of<SPAN / 2>(x);
 }
-#else
-inline Vector sums_of(Vector x[LANES]) {
-  Vector result;
-  for (Index i = 0; i < LANES; ++i) result[i] = sum(x[i]);
-  return result;
-}
-#endif
 
 // SIZE numbers of T side by side. STEP of them make one product: a pair where the processor multiplies pairs.
 template <class T> struct Lanes {
